@@ -57,8 +57,10 @@ class Answers(ThreadingHTTPServer):
         self._owners[request.query.text, answer] = request.label
 
     def rule(self, question: Mapping[str, Any]) -> str:
-        """What the played verifier replies to a question of a gateway, in one of its three forms."""
+        """What the played verifier replies to a question of a gateway, in one of its four forms."""
         assert self.verifier is not None
+        if "requests" in question:  # no label moves; the last one is the gateway's own, that does
+            return str(len(question["requests"]))
         if "candidates" in question:
             label = self._asks(question["request"])
             labels = [self._owner(one["request"], one["answer"]) for one in question["candidates"]]

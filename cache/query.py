@@ -50,7 +50,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     hit, 1 of a miss. `rule` names the features. `peers` are further entries of the first one's
     group. `is_cold`: no verdicts vouch for it. `hits` is how many hits the namespace had before. `differing` has the
     digests of the pieces by which the context of the first entry differs (`cache.decision.pieces`).
-    `excess` is how many times as many such answers were wrong as their p had said.
+    `risk` is the probability that an answer which a verifier called right is wrong; 0 of any other.
     """
 
     ranked: tuple[bytes, ...]
@@ -62,16 +62,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     is_cold: bool = False
     hits: int = 0
     differing: tuple[bytes, ...] = ()
-    excess: float = 1.0
-
-    @property
-    def risk(self) -> float:
-        """The probability that the first answer is wrong."""
-        return min(1.0, self.excess * (1.0 - self.p))
-
-    def with_risk(self, risk: float) -> Trial:
-        """The same, of an answer that is served with this risk."""
-        return msgspec.structs.replace(self, excess=risk / (1.0 - self.p) if self.p < 1.0 else 0.0)
+    risk: float = 0.0
 
 
 class MissReason(StrEnum):

@@ -52,6 +52,7 @@ def command_parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check-config", help="read the configuration and say what is wrong with it")
     _add_settings(check)
+    check.add_argument("--explain", action="store_true", help="print how each deployment's server is spoken to")
     check.set_defaults(run=_check_config)
 
     run = commands.add_parser("run", help="start a tool, such as claude or codex, with this gateway as its provider")
@@ -136,9 +137,21 @@ def _check_config(arguments: argparse.Namespace) -> int:
     for verifier in chosen:
         if verifier.deployment:
             print(f"verifier of {verifier.line}")
+    for line in _dialects(settings) if arguments.explain else ():
+        print(line)
     counts = _count(settings.models, "model"), _count(settings.engines, "local engine")
     print(f"The configuration is good: {', '.join(counts)}.")
     return 0
+
+
+def _dialects(settings: Settings) -> Iterator[str]:
+    """How each deployment's server is spoken to, line by line, with the origin of each."""
+    from gateway.deployments.build import describe
+
+    for alias, model in settings.models.items():
+        for deployment in model.deployments:
+            yield f"dialect of {deployment_name(alias, deployment)}:"
+            yield from (f"  {line}" for line in describe(deployment).dialect.lines())
 
 
 def _without_price(settings: Settings) -> list[str]:

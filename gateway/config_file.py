@@ -97,6 +97,8 @@ def _deployments(settings: Settings) -> Iterator[tuple[str, DeploymentSettings]]
 def _shown(url: str, more: str = "") -> str:
     """A URL without its credentials and its query, and with `more` at the end."""
     parts = urlsplit(url)
+    if more and parts.netloc == "unix:" and ":" not in parts.path:  # between the socket's path and the server's
+        more = f":{more}"
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/') if more else parts.path}{more}"
 
 

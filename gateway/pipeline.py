@@ -80,7 +80,7 @@ The turn and the chunks are for the log, if prompts may be logged.
 """
 
 Learn = Callable[[Flight, Record], None]
-"""Takes a recorded flight with a decision by meaning, or one that checks a hit. Never awaits or raises."""
+"""Takes a recorded flight, or one of a hit found by words. Never awaits or raises."""
 
 
 class Pipeline:
@@ -158,6 +158,8 @@ class Pipeline:
         alias = own_alias or self.fleet.alias(turn.alias, models)
         alias.allow(models, turn.alias)
         alias.check(turn.body, turn.demand, turn.kind)
+        if turn.demand.is_output_bound:
+            turn = replace(turn, demand=alias.within_reach(turn.demand))
         looked = await self._answers.look(turn, identity, alias, self._fingerprint(turn, identity), taken)
         if looked.entry is not None:
             return Reply(turn, alias, looked, looked_up_ms=turn.elapsed_ms())
@@ -304,7 +306,7 @@ class Pipeline:
                 model=turn.alias,
                 flight=flight,
             )
-            if self._learn is not None and (looked.semantic.trial is not None or generation.checks is not None):
+            if self._learn is not None:
                 self._learn(flight, record)
             self._emit(record, turn, flight.chunks)
 

@@ -15,7 +15,7 @@ import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -183,6 +183,35 @@ class PriceSettings(_Section):
     such as `service_tier: 2`"""
 
 
+class DialectSettings(_Section):
+    length: Literal["max_tokens", "max_completion_tokens"] | None = None
+    """the field that bounds a chat's answer; default: by the provider and the model, else
+    `max_tokens`; a server that refuses the one is asked with the other"""
+    unknown: list[str] | None = None
+    """fields of a chat that the server refuses: left out where they change no answer, else the
+    request goes to another deployment"""
+    tool_name: str | None = None
+    """a regular expression of the names of tools that it takes; others are replaced, and come back
+    as they were"""
+    call_id: str | None = None
+    """the same for ids of calls"""
+    has_developer_role: bool | None = None
+    """whether it knows messages of the role `developer`; else they are sent as `system`"""
+
+    @field_validator("tool_name", "call_id")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        """Raises ValueError for a pattern that cannot be used."""
+        if pattern is not None:
+            compile_pattern(pattern)
+        return pattern
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that are set, as the dialect has them."""
+        named = {name: value for name, value in self if value is not None}
+        return named | ({"unknown": frozenset(self.unknown)} if self.unknown is not None else {})
+
+
 class DeploymentSettings(_Section):
     name: str | None = Field(None, pattern=r"^[ -~]{1,100}$")
     """shown in logs, metrics and routes; default: made of backend and model"""
@@ -195,7 +224,8 @@ class DeploymentSettings(_Section):
     """all but local: the provider's name of the model; `*` in it is the requested name, for an
     alias that ends in `*`"""
     base_url: str | None = None
-    """openai: the server's base URL, usually ending in /v1; anthropic: default Anthropic's own"""
+    """openai: the server's base URL, usually ending in /v1; anthropic: default Anthropic's own; both:
+    `http://unix:/run/server.sock:/v1` for a server on a unix socket"""
     api_key_env: str | None = None
     """the environment variable that holds the provider's key"""
     headers: dict[str, str] = {}
@@ -223,6 +253,9 @@ class DeploymentSettings(_Section):
     """openai, anthropic: methods and paths below `base_url` that clients may send under
     /passthrough/{name}/, such as `GET /vector_stores/*`, where `*` is an id that the provider gave
     to the team; a path that reports no tokens needs `price.request_usd`; default: none"""
+    dialect: DialectSettings | None = None
+    """how its server differs from what its provider and its model are known for; `sameway
+    check-config --explain` shows what is known"""
     is_salted: bool = False
     """openai: send `cache_salt`, another one for each team, to a server that knows it (vLLM,
     SGLang), so that no team can learn from its prefix cache what another one asked"""
@@ -234,13 +267,15 @@ class DeploymentSettings(_Section):
     """openai, anthropic: time to connect before the next deployment is tried"""
     ttft_timeout_ms: int | None = Field(None, gt=0)
     """time to the first chunk before the next deployment is tried; default: learned, 5 s to 60 s;
-    until then about 10 s where another deployment can answer"""
+    until then about 10 s where another deployment can answer; of OpenAI's reasoning models, which are
+    silent while they reason, 60 s there, and 600 s of a deployment alone"""
     whole_timeout_ms: int = Field(600_000, gt=0)
     """time to an answer that comes in one piece, which has no first chunk, before the next
     deployment is tried: of a request without `stream` to an alias of one deployment, and of
     `embeddings`, `images` and the like"""
     idle_timeout_ms: int = Field(60_000, gt=0)
-    """longest silence inside a stream before it counts as broken"""
+    """longest silence inside a stream before it counts as broken; default of OpenAI's reasoning
+    models: 600 s"""
     concurrency_max: int = Field(1_000, gt=0)
     """requests that run at this deployment at once, per worker; openai, anthropic: and connections
     kept"""
@@ -259,6 +294,8 @@ class DeploymentSettings(_Section):
             wrong.append("an openai deployment needs `base_url` and `model`")
         if self.base_url is not None and not _is_http_url(self.base_url):
             wrong.append(f"base_url: found {self.base_url!r}, expected http://... or https://...")
+        if self.backend == "litellm" and "//unix:/" in (self.base_url or ""):
+            wrong.append("base_url: only openai and anthropic deployments reach a unix socket")
         if self.backend in ("anthropic", "litellm") and not self.model:
             wrong.append(f"{'an' if self.backend == 'anthropic' else 'a'} {self.backend} deployment needs `model`")
         if self.passthrough and (

@@ -55,7 +55,8 @@ class Demand(msgspec.Struct, frozen=True):
     """The needs of one request, which routing compares with deployments.
 
     `output_tokens_max` bounds the answer. If the caller set it (`is_output_asked`), a deployment
-    with a lower bound is rejected; otherwise the bound shrinks to the deployment's. `warm` maps a
+    with a lower bound is rejected; otherwise the bound shrinks to the deployment's. It is no wish
+    where the caller had to set one (`is_output_bound`). `warm` maps a
     deployment's name to the prompt tokens that it read last; `excluded` are the names already
     tried. `choices` answers are generated in parallel: each costs its own output, and together they
     take the time of one answer. Output tokens are counted per choice. `prompt_tokens` is the
@@ -82,6 +83,7 @@ class Demand(msgspec.Struct, frozen=True):
     ttft_deadline_ms: float | None = None
     excluded: frozenset[str] = frozenset()
     is_output_asked: bool = True
+    is_output_bound: bool = False
     choices: int = 1
     prompt_tokens_min: int | None = None
     prompt_tokens_max: int = 0

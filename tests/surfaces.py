@@ -312,7 +312,7 @@ FEATURES = (
         {"response_format": {"type": "json_object"}},
         {"text": {"format": {"type": "json_object"}}},
         None,
-        "yes yes 400 yes",
+        "yes yes yes yes",
     ),
     Feature("a usual tier", *_same("yes yes yes none", service_tier="default")),
     Feature("a cheaper tier", *_same("yes yes yes yes", service_tier="flex")),
@@ -328,7 +328,7 @@ FEATURES = (
     Feature("several answers", {"n": 2}, Refused({"n": 2}, "n"), Refused({"n": 2}, "n"), "yes yes 400 yes"),
     Feature(
         "a predicted answer",
-        *_same("yes yes 400 none", prediction={"type": "content", "content": "North."}),
+        *_same("yes yes 400 yes", prediction={"type": "content", "content": "North."}),
     ),
     Feature("a spoken answer", _AUDIO, Refused(_AUDIO, "audio"), Refused(_AUDIO, "audio"), "yes 400 400 400"),
     Feature(

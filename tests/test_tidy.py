@@ -52,13 +52,13 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2280, "gateway/accounts": 2480, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 3510,
-    "gateway/backends": 2460, "gateway/batches": 1140, "gateway/deployments": 1270, "gateway/journey": 2900,
-    "gateway/learning": 1390, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 600,
-    "gateway/wire": 1980, "cache": 1080, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1240,
-    "cache/semantic": 1110, "cache/verdicts": 590, "cache/worker": 560, "policies": 2230, "local_engine": 2270,
+    "gateway": 2320, "gateway/accounts": 2480, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 3510,
+    "gateway/backends": 2920, "gateway/batches": 1140, "gateway/deployments": 1280, "gateway/journey": 2960,
+    "gateway/learning": 1510, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 610,
+    "gateway/wire": 2000, "cache": 1070, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1240,
+    "cache/semantic": 1110, "cache/verdicts": 590, "cache/worker": 560, "policies": 2240, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
-    "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 450,
+    "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
     "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 420,
 }
 # fmt: on
@@ -400,6 +400,33 @@ def code_lines(path: str) -> int:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
+
+
+PROVIDERS = re.compile(
+    r"""openai\.com|azure\.com|anthropic\.com|googleapis|mistral|deepseek|groq|openrouter|gemini|claude|gpt-|moonshot|kimi
+    |dashscope|qwen|\bxai\b|cohere|ollama|together|bedrock|vertex|fireworks|minimax|zhipu""",
+    re.I | re.X,
+)
+# Other files whose texts name a provider or a model, and what they say of it.
+NAME_PROVIDERS = {
+    "gateway/backends/dialect.py": "the table",
+    "gateway/backends/managed.py": "the model of a rehearsal",
+    "gateway/cli.py": "a client's tool, in its help",
+    "gateway/deployments/catalog.py": "spellings of the table of prices",
+    "gateway/reserved.py": "the fields that need the operator's word",
+    "gateway/wire/plain.py": "the default of OpenAI's own API",
+}
+
+
+def test_one_table_knows_the_providers() -> None:
+    """What differs between servers stands in one dated table, with its sources."""
+    named = set()
+    for path, inside in nodes().items():
+        prose = {id(node.value) for node in inside if isinstance(node, ast.Expr)}
+        texts = [node.value for node in inside if isinstance(node, ast.Constant) and id(node) not in prose]
+        if not path.startswith("local_engine") and any(isinstance(one, str) and PROVIDERS.search(one) for one in texts):
+            named.add(path)
+    assert named == set(NAME_PROVIDERS)
 
 
 def test_rooms_stay_small() -> None:

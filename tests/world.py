@@ -119,6 +119,7 @@ class Tokens:
     prompt: int = 10
     completion: int = 5
     cached: int = 0
+    tier: str = ""  # that answered
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,7 @@ def _chunk(step: str | Finish | Tokens | Whole, is_text: bool) -> Chunk:
     if isinstance(step, Tokens):
         usage = Usage(step.prompt, step.completion, step.cached)
         counted = {"prompt_tokens": step.prompt, "completion_tokens": step.completion}
+        head |= {"service_tier": step.tier} if step.tier else {}
         return Chunk(_json({**head, "choices": [], "usage": counted}), usage=usage, is_usage_only=True)
     if isinstance(step, Whole):
         said: dict[str, Any] = (
@@ -561,10 +563,15 @@ class Lesson:
 class _Learner:
     def __init__(self, checks: Checks) -> None:
         self.checks = checks
+        self.verifiers: Verifiers | None = None
         self.lessons: list[Lesson] = []
 
     def recorded(self, flight: Any, record: Record) -> None:
         generation, checks = flight.generation, flight.generation.checks
+        if self.verifiers is not None:
+            self.verifiers.recorded(generation)
+        if generation.looked.semantic.trial is None and checks is None:
+            return
         entry = generation.stored.entry.id if generation.stored.outcome == "stored" else None
         trial = generation.looked.semantic.trial if checks is None else checks.trial
         self.lessons.append(Lesson(record.request.id, entry, trial, checks.record.request.id if checks else ""))
@@ -1049,7 +1056,10 @@ async def _build(settings: Settings, redis: Redis) -> World:
     money = Money(budgets, settings.budgets, Spool(settings.data_dir / "spool"), Ledger(accounts.database).saved)
     await redis.set(LEDGER_LOCK, "tests")
     await budgets.mark_ready("tests")
-    limits = CacheLimits(entry_bytes_max=settings.cache.entry_bytes_max, ttl_s_max=settings.cache.ttl_s_max)
+    cache = settings.cache
+    limits = CacheLimits(
+        entry_bytes_max=cache.entry_bytes_max, ttl_s_max=cache.ttl_s_max, moving_ttl_s=cache.moving_ttl_s
+    )
     exact = ExactCache(link, limits, clock.unix, clock.going, link.defer)
     rates = Limits(
         LeasedRateLimits(RateLimits(link, lambda: int(clock.steady() * 1e6)), clock.steady),
@@ -1072,6 +1082,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
     verifiers = _verifiers(settings, fleet, accounts, exact, link, requests, questions)
     if verifiers is not None:
         verifiers.connect(pipeline)
+    learner.verifiers = verifiers
     outcomes: list[tuple[str, int]] = []
     store = ResponseStore(accounts.database, clock.unix, settings.responses, lambda *one: outcomes.append(one))
     memory = Memory(store, settings)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.meaning.verifier import ANSWER_S, LATE_S, PRICE, QUESTION_S, Pace, PlayedVerifier
-from cache.query import Asked, Query, Trial
+from cache.query import Asked, Query
 from gateway.learning.checks import check_share
 from gateway.learning.exam import Exam
 from policies.asking import (
@@ -100,6 +100,8 @@ class Gate:
         place = verifier.choose(label, [labels[at] for at in left])
         said: list[bool | None] = [None] * len(candidates)
         chosen, risk, questions = None, 0.0, 1
+        for at in left if place is None else (left[place],):
+            self._exam.learn(candidates[at].p, is_yes=place is not None)
         if place is None:
             for at in left:
                 said[at] = False
@@ -130,11 +132,6 @@ class Gate:
 
     def _has_room(self, query: Query, risk: float) -> bool:
         return self._errors.has(query.compat, risk, self._error_max)
-
-
-def risk_in(trial: Trial | None) -> float:
-    """The risk of a certain hit."""
-    return 0.0 if trial is None else trial.risk
 
 
 def _pair(query: Query, asked: Asked) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ import msgspec
 
 from bench.answers import Judging
 from bench.labelled import Comparisons, Request
-from bench.meaning.gate import Gate, risk_in
+from bench.meaning.gate import Gate
 from bench.meaning.vectors import Recall
 from cache import CacheLimits, Hit, MissReason, Trial
 from cache.decision.rule import Rule
@@ -119,7 +119,8 @@ class Traffic:
         if self.judging is not None:
             self.judging.generate(request.exact, request.query.text, request.label)
         added = request.added(self.clock.now - 1.0)
-        if moves(request.query.text):
+        verifier = self.gate.verifier if self.gate is not None else None
+        if moves(request.query.text) or (verifier is not None and verifier.moves(request.note)):
             added = replace(added, expires_at=added.created_at + CacheLimits().moving_ttl_s)
         self.cache.fold([self._comparisons.add(added)])
         while not self.cache.is_settled:
@@ -146,7 +147,7 @@ class Traffic:
         ms = (time.perf_counter() - started) * 1000
         if isinstance(answer, Hit):
             outcome = Outcome(request, self._stored[answer.exact], None, ms)
-            return _Decision(outcome, answer.trial, risk=risk_in(answer.trial))
+            return _Decision(outcome, answer.trial)
         miss = answer.miss if isinstance(answer, Undecided) else answer
         outcome = Outcome(request, None, miss.reason, ms)
         trial = miss.trial if miss.nearest is not None else None

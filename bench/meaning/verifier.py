@@ -37,6 +37,7 @@ class PlayedVerifier:
         self._by_topic = by_topic
         self._seed = seed
         self._random = random.Random(seed)
+        self._of_moments = random.Random(seed)
         self._has_erred = False
 
     @property
@@ -55,6 +56,13 @@ class PlayedVerifier:
         """Whether it says the same of its last choice, asked otherwise."""
         errs = self._has_erred if self._random.random() < _SAME_ERROR else self._random.random() < self.error
         return (candidate == label) is not errs
+
+    def moves(self, note: str) -> bool:
+        """Whether it calls an answer one that moves: asked twice where it errs about one of two requests that are known."""
+        for _ in range(2):
+            if not any(self._of_moments.random() < self.error for _ in range(2)):
+                return (note == "moves") is not (self._of_moments.random() < self.error)
+        return False
 
     def _errs(self, label: str) -> bool:
         if not self._by_topic:

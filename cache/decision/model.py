@@ -173,7 +173,6 @@ class LearnedModel:
         self.logistic = LogisticModel(prior)
         self.freed = Freed()
         self.verdicts = 0
-        self.excess = 1.0  # how many times as many of the nearly sure comparisons were wrong as their p said
         self._run = run
         self._rows: list[Row] = []
         self._fitted_at = 0
@@ -194,8 +193,8 @@ class LearnedModel:
             del self._rows[: ROWS_MAX // 8]
         if self.verdicts >= max(_ROWS_MIN, self._fitted_at + min(400, max(10, self._fitted_at // 10))):
             self._fitted_at = self.verdicts
-            rows, self.excess = list(self._rows), (self._wrong + 2) / (self._expected + 2)
-            self._run(partial(self._refit, rows, max(_EXCESS_MIN, self.excess)))
+            excess = max(_EXCESS_MIN, (self._wrong + 2) / (self._expected + 2))
+            self._run(partial(self._refit, list(self._rows), excess))
 
     def threshold(self, error_max: float) -> float:
         """The least p to serve at; 1 before the first fit."""

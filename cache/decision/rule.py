@@ -29,7 +29,7 @@ _COMPARED = 3  # groups that a fresh answer is compared with
 _PEERS = 2  # further entries of the first group, for a second opinion
 _NEAR = 0.5  # the least cosine of a hit: what is farther is another question, whatever was learned
 _REWORDED, _STEADY = 3, 8  # right verdicts on an answer
-_CERTAIN = 0.2  # of the bound, for certain hits beside a verifier
+_CERTAIN = 0.3  # of the bound, for certain hits beside a verifier
 _FURTHER = -1, 0.0  # of a further answer to a request: it is no request of its own
 _SAME = 0.99  # that the same question but for words that mean nothing has the same answer
 
@@ -132,7 +132,7 @@ class VerifiedRule:
         cases = self._cases(query, neighbours, state)
         first = cases[0]
         reasons = _reasons(query.text, neighbours, cases)
-        trial = _trial(cases, neighbours, state.counters, (state.model or self._cold).excess)
+        trial = _trial(cases, neighbours, state.counters)
         if first.reason is None:
             return Decision(first.candidate.index, reasons, trial), state.counters.after_hit(1 - first.p)
         # a comparison of what the exact check stops teaches nothing
@@ -154,7 +154,7 @@ class VerifiedRule:
 
     def _threshold(self, query: Query, model: LearnedModel) -> float | None:
         """The least p to serve at; None where the bound allows no wrong answer at all. Where a verifier
-        may be asked, it has a fifth of the bound.
+        may be asked, it has `_CERTAIN` of the bound.
         """
         error_max = self._error_max if query.error_max is None else min(query.error_max, self._error_max)
         return (
@@ -222,7 +222,7 @@ def _row(case: Case, served: int, risked: float) -> bytes:
     return np.append(case.features, (served, risked)).astype("<f4").tobytes()
 
 
-def _trial(cases: Sequence[Case], neighbours: Sequence[Neighbour], counters: NamespaceCounters, excess: float) -> Trial:
+def _trial(cases: Sequence[Case], neighbours: Sequence[Neighbour], counters: NamespaceCounters) -> Trial:
     first, is_open = cases[0], cases[0].reason in (None, MissReason.UNSURE)
     group = [near.exact for near in neighbours if near.answer == first.candidate.group]
     alike = [exact for exact in dict.fromkeys(group) if exact != first.witness.exact]
@@ -237,5 +237,4 @@ def _trial(cases: Sequence[Case], neighbours: Sequence[Neighbour], counters: Nam
         peers=tuple(alike[:_PEERS]),
         is_cold=first.p == _SAME,
         hits=counters.hits,
-        excess=1.0 if first.p == _SAME else excess,
     )

@@ -20,8 +20,9 @@ from gateway.admin import models, views
 from gateway.admin.guard import Acting
 from gateway.admin.parts import WorkerParts
 from gateway.backends.base import BackendRequest
+from gateway.backends.fitting import with_length
 from gateway.deployments.alias import Alias
-from gateway.deployments.deployment import Deployment, with_length
+from gateway.deployments.deployment import Deployment
 from gateway.deployments.progress import Progress
 from gateway.journey.attempt import UpstreamCall
 from gateway.journey.bill import CONTEXT_UNKNOWN
@@ -128,7 +129,8 @@ def _bill(
 def _question(alias: Alias, deployment: Deployment) -> BackendRequest:
     body: dict[str, Any] = {"model": alias.name, "messages": [{"role": "user", "content": _QUESTION}]}
     return BackendRequest(
-        body=with_length(deployment, body, _ANSWER_TOKENS),
+        body=with_length(body, deployment.spoken(), CHAT, _ANSWER_TOKENS),
+        dialect=deployment.spoken(),
         is_stream=True,
         salt=bytes(DIGEST_BYTES),
         request_id=f"try-{uuid.uuid4().hex}",

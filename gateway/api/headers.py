@@ -69,8 +69,9 @@ def answer_headers(reply: Reply) -> Headers:
             headers.append((b"x-sameway-queued-ms", f"{answered.queued_ms:.0f}".encode()))
         if source == "miss" and (reason := flight.generation.looked.semantic.miss_reason):
             headers.append((b"x-sameway-miss-reason", reason.encode()))
-        if holds.cut_at is not None:
-            headers.append((b"x-sameway-cut-at", str(holds.cut_at).encode()))
+        cut_at = flight.generation.turn.shortened_to if holds.cut_at is None else holds.cut_at
+        if cut_at is not None:
+            headers.append((b"x-sameway-cut-at", str(cut_at).encode()))
         if holds.limit_headers and reply.is_leading:
             limit_headers = limit_headers | holds.limit_headers  # the tokens' limits, too
     if entry is not None:

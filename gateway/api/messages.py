@@ -154,7 +154,8 @@ class Messages(InAnthropicsShape, AnswerEndpoint):
             needs |= {"messages"}
         elif opened(turn.body)[1]:
             needs |= {"prefill"}
-        demand = msgspec.structs.replace(turn.demand, needs=needs, has_long_writes=has_marks and has_long_writes(raw))
+        is_long = has_marks and has_long_writes(raw)
+        demand = msgspec.structs.replace(turn.demand, needs=needs, has_long_writes=is_long, is_output_bound=True)
         if native is not None:
             bound = prompt_tokens_max(len(raw), len(request.messages), native.media)
             least = 0 if native.media else demand.prompt_tokens_min

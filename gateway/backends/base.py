@@ -18,12 +18,13 @@ into this tree in its own file; refusals.py maps the statuses that several backe
 Invariant: a stream ends after its finish reason, or raises.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from enum import StrEnum
 from typing import Any, Protocol
 
 import msgspec
 
+from gateway.backends.dialect import Dialect
 from gateway.wire.forms import FormFiles
 from gateway.wire.types import CHAT, COMPLETION, Chunk, Kind, prompts_of
 from local_engine import EngineLoad
@@ -80,6 +81,9 @@ class BackendRequest(msgspec.Struct, frozen=True):
     passage: Passage | None = None  # where it goes, if not to the path of its kind
     upload: FormFiles | None = None  # the files of a form, whose fields are the body
     prefix: str = ""  # the beginning of the answer, which a deployment with `prefill` goes on with
+    dialect: Dialect = Dialect()
+    names: Mapping[str, str] = {}  # the client's names of tools, by those in the body
+    is_translated: bool = False  # a refusal may be of what the gateway made of the client's request
 
     @property
     def prefilled(self) -> dict[str, Any]:
@@ -185,6 +189,14 @@ class BackendNotAsked(BackendUnavailable):
         super().__init__(message, detail=detail)
 
 
+class _Param(msgspec.Struct, frozen=True):
+    param: str | None = None
+
+
+class _Named(msgspec.Struct, frozen=True):
+    error: _Param = _Param()
+
+
 class BackendOverloaded(BackendError):
     """A 429, or a full queue: the deployment needs a pause."""
 
@@ -195,6 +207,11 @@ class BackendTimeout(BackendError):
 
 class BackendRejected(BackendError):
     """The request is at fault; the deployment sent `status` and `body` (an OpenAI error object)."""
+
+    @property
+    def param(self) -> str | None:
+        """The field that the deployment named; None without one."""
+        return msgspec.json.decode(self.body, type=_Named).error.param if self.body else None
 
 
 class BackendUnfit(BackendRejected):

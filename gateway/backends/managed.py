@@ -29,6 +29,8 @@ import msgspec
 
 from cache.event_loop import is_own_want
 from gateway.backends import base
+from gateway.backends.dialect import Dialect, dialect_of
+from gateway.backends.fitting import IDLE
 from gateway.backends.refusals import UpstreamRefusal, error_body, error_fields, refusal, retry_after_s, scrubbed, unfit
 from gateway.exceptions import let_go
 from gateway.wire.chunks import FinishTracker, to_chunk, with_pairs
@@ -53,14 +55,6 @@ _PLAIN_FIELDS = frozenset(
     {"input", "dimensions", "encoding_format", "user", "query", "documents", "top_n", "return_documents"}
 )
 _PLAIN_CALLS = {EMBEDDING: "aembedding", RERANK: "arerank"}
-# A provider that lacks one of these cannot honour it: litellm would leave it out. The values change nothing.
-# fmt: off
-_IDLE: Mapping[str, Any] = {
-    "audio": {}, "frequency_penalty": 0, "functions": [], "logit_bias": {}, "logprobs": False, "modalities": ["text"], "n": 1,
-    "parallel_tool_calls": True, "presence_penalty": 0, "response_format": {"type": "text"}, "stop": [], "temperature": 1,
-    "tool_choice": "auto", "tools": [], "top_p": 1, "verbosity": "medium",
-}
-# fmt: on
 _OWN_FIELDS = frozenset({"cache", "model", "stream", "stream_options", "metadata"})
 _CREDENTIALS = frozenset({"azure_ad_token"})  # litellm takes it out of `extra_body` and uses it
 
@@ -164,9 +158,14 @@ async def _rehearse(litellm: Any) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _taken(litellm: Any, model: str) -> frozenset[str]:
-    """The fields that litellm passes to the provider of `model`; all of `_IDLE` without a list."""
+    """The fields that litellm passes to the provider of `model`; all of `IDLE` without a list."""
     name, provider = litellm.get_llm_provider(model)[:2]
-    return frozenset(litellm.get_supported_openai_params(model=name, custom_llm_provider=provider) or _IDLE)
+    return frozenset(litellm.get_supported_openai_params(model=name, custom_llm_provider=provider) or IDLE)
+
+
+@functools.cache
+def _spoken(provider: str) -> Dialect:
+    return dialect_of("litellm", "", f"{provider}/")
 
 
 @dataclass(eq=False, repr=False)
@@ -243,8 +242,8 @@ class ManagedBackend:
             arguments["extra_headers"] = dict(self.headers)
         if not request.kind.is_plain:
             taken = _taken(litellm, request.model or self.model)
-            for name in sorted(arguments.keys() & _IDLE.keys() - taken):
-                if arguments[name] != _IDLE[name]:
+            for name in sorted(arguments.keys() & IDLE.keys() - taken):
+                if arguments[name] != IDLE[name]:
                     raise unfit(f"`{name}` is not supported by this model's API", name)
             arguments |= {
                 "stream": is_stream,
@@ -261,7 +260,7 @@ class ManagedBackend:
 
     def _speaks_openai(self, litellm: Any) -> bool:
         provider: str = litellm.get_llm_provider(self.model)[1]
-        return provider in ("openai", "azure", "openrouter") or provider in litellm.openai_compatible_providers
+        return _spoken(provider).is_openai_like or provider in litellm.openai_compatible_providers
 
     def translated(self, error: Exception, litellm: Any, has_output: bool) -> base.BackendError:
         """The error of base.py for a litellm error. Inside a stream all errors are BackendBroken."""
@@ -420,7 +419,7 @@ def _has_invented_finish(piece: Any, source: Any) -> bool:
 
 def _payload(piece: Any, provider: str) -> bytes:
     fields = piece.model_dump(exclude_none=True)
-    if provider != "openrouter":  # the others' streams report no cost: it would be litellm's own estimate
+    if not _spoken(provider).reports_cost:  # it would be litellm's own estimate
         fields.get("usage", {}).pop("cost", None)
     for choice in fields["choices"]:
         _tidy(choice)

@@ -68,6 +68,8 @@ _CONTEXT = re.compile(
     r"|The input \(\d+ tokens\) is longer than the model's context length) \(?(\d[\d,]*)",
     re.I,
 )
+# FastAPI's and pydantic's, also as a text inside a text: {"loc": ["body", "max_completion_tokens"], ...}
+_LOCATION = re.compile(rb"""\\?["']loc\\?["']: ?[\[(] ?\\?["']body\\?["'], ?\\?["'](\w+)""")
 # the statuses of codes and types, by these in lower case without marks, and without "error" or "exception"
 _STATUS_BY_WORD = {
     **dict.fromkeys(("ratelimitexceeded", "ratelimit", "resourceexhausted", "throttling", "toomanyrequests"), 429),
@@ -120,7 +122,7 @@ def refusal(refused: UpstreamRefusal) -> base.BackendError:
     if status == 429 or (status in (503, 529) and (refused.retry_after_s is not None or status == 529)):
         message = "The deployment is overloaded"
         return base.BackendOverloaded(message, detail=detail, status=status, retry_after_s=refused.retry_after_s)
-    body = _client_body(refused, error)
+    body = _client_body(refused, error | {"param": error.get("param") or _location(refused.body)})
     message = str(msgspec.json.decode(body)["error"]["message"])
     is_quota = "rate_limit_exceeded" in codes or _QUOTA_WORDS.search(message) is not None
     if not _TOO_LONG.isdisjoint(codes) or (_TOO_LONG_WORDS.search(message) and not is_quota):
@@ -135,6 +137,14 @@ def refusal(refused: UpstreamRefusal) -> base.BackendError:
     is_final = refused.is_in_band or status < 400  # an answer, if no good one: asked again, it would be the same
     message = f"The deployment failed {how}{words_too}"
     return base.BackendUnavailable(message, detail=detail, status=status, is_final=is_final)
+
+
+def _location(body: bytes) -> str | None:
+    """The field of the request that a validation error is about, by pydantic's `loc`; None without
+    one.
+    """
+    found = _LOCATION.search(body)
+    return found[1].decode() if found else None
 
 
 def _context_tokens(error: dict[str, Any], message: str) -> int | None:
@@ -248,10 +258,9 @@ def _typed(value: Any) -> dict[str, Any]:
         if isinstance(value, list):  # Gemini wraps its errors in one
             value = value[0]
             continue
-        inner = {ours: value[name] for name, ours in _FIELDS.items() if value.get(name) not in (None, "", "error")}
-        if isinstance(location := value.get("loc"), list) and location:  # FastAPI's: its type is no error's
-            inner = {"param": str(location[len(location) > 1 and location[0] == "body"])}
-        fields = inner | fields
+        if "loc" not in value:  # FastAPI's: its type is no error's
+            inner = {ours: value[name] for name, ours in _FIELDS.items() if value.get(name) not in (None, "", "error")}
+            fields = inner | fields
         value = next((value[name] for name in _INNER if isinstance(value.get(name), dict | list) and value[name]), None)
     return fields
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 import policies
-from gateway.deployments.deployment import Deployment, with_length
+from gateway.deployments.deployment import Deployment
 from gateway.reserved import FIELDS, TOOLS, Reserved, canonical, foreign_url, reserved, reserved_in_name
 from gateway.settings import ModelSettings, is_pattern
 from gateway.wire.errors import (
@@ -159,12 +159,21 @@ class Alias:
             return None
         return max(1, min(usual_tokens, max([self.output_max(d, demand) for d in self.deployments.values()])))
 
-    def with_max_tokens(self, deployment: Deployment, demand: Demand, body: dict[str, Any]) -> dict[str, Any]:
-        """`body` with the reserved length as its limit: a budget cannot hold an unlimited answer."""
+    def within_reach(self, demand: Demand) -> Demand:
+        """`demand` with the longest answer that a deployment gives, where a bound is above all of them."""
+        rooms = [_room(candidate, demand) for candidate in self._candidates(demand)] if demand.is_output_bound else []
+        longest = max(rooms, default=0)
+        if not 0 < longest < demand.output_tokens_max:
+            return demand
+        expected = min(longest, demand.output_tokens_expected)
+        return msgspec.structs.replace(demand, output_tokens_max=longest, output_tokens_expected=expected)
+
+    def length_held(self, deployment: Deployment, demand: Demand) -> int | None:
+        """The length that a budget holds, where the request sets none: none can hold an unlimited
+        answer.
+        """
         is_bounded = deployment.output_tokens_default is not None and self.settings.output_tokens_default is None
-        if demand.is_output_asked or is_bounded:
-            return body
-        return with_length(deployment, body, self.output_max(deployment, demand))
+        return None if demand.is_output_asked or is_bounded else self.output_max(deployment, demand)
 
     @property
     def absence(self) -> str:
@@ -258,6 +267,14 @@ class HedgeShare:
         """Count a request's `cost`, with `hedged`, its part for the deployment that did not answer."""
         self._spent += cost
         self._hedged += hedged
+
+
+def _room(candidate: Candidate, demand: Demand) -> int:
+    """The tokens that an answer of `candidate` may have, beside a prompt that may be twice as long as it seems."""
+    prompt_tokens = min(demand.prompt_tokens_max, 2 * demand.prompt_tokens)
+    context = candidate.context_tokens_max
+    sizes = candidate.output_tokens_max, None if context is None else context - prompt_tokens
+    return max(0, min([size for size in sizes if size is not None], default=demand.output_tokens_max))
 
 
 def _well(candidate: Candidate) -> Candidate:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
 
-from gateway.backends.anthropic.backend import BASE_URL, AnthropicBackend
+from gateway.backends.anthropic.backend import AnthropicBackend
 from gateway.backends.base import Backend
+from gateway.backends.dialect import ANTHROPIC_URL, Dialect, dialect_of
 from gateway.backends.openai.backend import OpenAIBackend
 from gateway.deployments.catalog import Known, can_chat, known, microusd, with_writes
 from gateway.reserved import PAID, SEARCHES, canonical
@@ -33,11 +34,10 @@ _NEVER = {
     "local": frozenset({"responses", *(kind.name for kind in KINDS if kind.is_plain)}),
     # litellm would turn a text completion into a chat, and renames the categories of a moderation
     "litellm": frozenset({"completions", "moderations", "responses", *(kind.name for kind in MEDIA)}),
-    "anthropic": frozenset({"completions", "json_object", "logprobs", "n", "suffix", "prefill", "audio"})
+    "anthropic": frozenset({"completions", "logprobs", "n", "suffix", "prefill", "audio"})
     | {kind.name for kind in KINDS if kind.is_plain},
 }
-_WITH_RESPONSES = ("api.openai.com", ".openai.azure.com")
-_ALWAYS = {"anthropic": frozenset({"messages"}), "litellm": frozenset({"cache_control"})}
+_ALWAYS = {"anthropic": frozenset({"messages", "json_object"}), "litellm": frozenset({"cache_control"})}
 
 
 _NONE: frozenset[str] = frozenset()
@@ -62,6 +62,7 @@ class Facts:
     are_capabilities_assumed: bool = False  # those of its kind, as its model is in no table
     can_chat: bool = True
     image_hosts: tuple[str, ...] | None = None  # that it may fetch from for clients; None: all
+    dialect: Dialect = field(default_factory=Dialect)
 
     def by_name(self) -> dict[str, Any]:
         """The facts as a dictionary."""
@@ -71,9 +72,11 @@ class Facts:
 def describe(deployment: DeploymentSettings) -> Facts:
     """The facts of one deployment, from its settings and the public table."""
     row = _row(deployment)
+    settings = deployment.dialect.fields() if deployment.dialect is not None else None
+    dialect = dialect_of(deployment.backend, deployment.base_url or "", deployment.model or "", settings)
     price = _price(deployment.price) if deployment.price is not None else (row.price if row else None)
     if price is not None:
-        price = with_writes(price, deployment.model or "")
+        price = with_writes(price, dialect.cache_write_factors)
     tiers = row.tiers if row and deployment.price is None else {}
     factors = {}
     if deployment.price is not None:
@@ -81,7 +84,7 @@ def describe(deployment: DeploymentSettings) -> Facts:
     capabilities = row.capabilities if row else _CAPABILITIES[deployment.backend]
     if deployment.capabilities is not None:
         capabilities = frozenset(deployment.capabilities)
-    elif _host(deployment).endswith(_WITH_RESPONSES) and can_chat(deployment.model or "", _host(deployment)):
+    elif dialect.speaks_responses and can_chat(deployment.model or "", _host(deployment)):
         capabilities |= {"responses"}
     are_assumed = row is None and deployment.capabilities is None and deployment.backend != "local"
     if are_assumed and price and not (price.audio_input_microusd_per_mtok or price.audio_output_microusd_per_mtok):
@@ -100,6 +103,7 @@ def describe(deployment: DeploymentSettings) -> Facts:
         are_capabilities_assumed=are_assumed,
         can_chat=deployment.backend == "local" or can_chat(deployment.model or "", _host(deployment)),
         image_hosts=_image_hosts(deployment),
+        dialect=dialect,
     )
 
 
@@ -140,7 +144,7 @@ def build_backend(
     backend: type[OpenAIBackend] = OpenAIBackend
     base_url = deployment.base_url or ""
     if deployment.backend == "anthropic":
-        backend, base_url = AnthropicBackend, (base_url or BASE_URL).rstrip("/").removesuffix("/v1")
+        backend, base_url = AnthropicBackend, (base_url or ANTHROPIC_URL).rstrip("/").removesuffix("/v1")
     return backend(
         name,
         base_url=base_url,

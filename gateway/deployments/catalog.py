@@ -176,20 +176,13 @@ def _price(row: dict[str, Any], tier: str = "") -> Price | None:
     )
 
 
-# Providers' prices of writing their prompt cache, as factors of the input price, for models that
-# the table or a configured price has without one: usual life, an hour. As of 2026-11.
-_WRITES = (
-    ("claude", (1.25, 2.0)),  # docs.anthropic.com: Prompt caching, Pricing
-    ("gpt-5.6", (1.25, 1.25)),  # platform.openai.com: Prompt caching
-)
-
-
-def with_writes(price: Price, model: str) -> Price:
-    """`price`, completed with the published prices of prompt cache writes for `model`."""
-    write_factors = next((factors for name, factors in _WRITES if name in model.lower()), None)
-    if write_factors is None:
+def with_writes(price: Price, factors: tuple[float, float] | None) -> Price:
+    """`price`, completed with a provider's prices of writing its prompt cache: `factors` of the
+    input price, for the usual life and for an hour.
+    """
+    if factors is None:
         return price
-    usual_price, hour_price = (math.ceil(price.input_microusd_per_mtok * factor) for factor in write_factors)
+    usual_price, hour_price = (math.ceil(price.input_microusd_per_mtok * factor) for factor in factors)
     write, write_1h = price.cache_write_microusd_per_mtok, price.cache_write_1h_microusd_per_mtok
     return dataclasses.replace(
         price,

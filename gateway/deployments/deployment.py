@@ -8,17 +8,16 @@ by `end`.
 import dataclasses
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from gateway.backends import base
+from gateway.backends.dialect import Dialect, Lessons
 from gateway.deployments.build import Facts, describe
 from gateway.deployments.progress import Progress
 from gateway.deployments.slots import Slots
 from gateway.loggers import get_logger
 from gateway.settings import DeploymentSettings
-from gateway.wire.types import CHAT, Kind
 from policies import Candidate, Cause, Demand, Estimate, Health, Price, Usage
 from policies.breaker import Asker
 from policies.prices import MicroUSD
@@ -29,6 +28,9 @@ _LEARNED_S = 600.0  # a context that has grown is found in this time
 _NEAR = 4  # a request so many times longer tells little of a context
 _SCOPES_MAX = 256
 _OVERCOUNT_REST_S = 60.0
+
+NOT_DEARER = frozenset({"", "auto", "default", "standard", "on_demand", "flex", "batch"})
+"""The tiers that cost no more than none: OpenAI's, Anthropic's and Groq's."""
 
 _log = get_logger()
 
@@ -60,9 +62,11 @@ class Deployment(Facts):
     prompts: dict[str, Prompts] = field(default_factory=dict)  # by operation and model
     tokens_per_ms: float = 0.04  # of its latest answers, from their start, with the tokens that no chunk shows
     is_any_model: bool = field(init=False)  # it takes every name of a model
+    lessons: Lessons = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_any_model = "*" in (self.settings.model or "")
+        self.lessons = Lessons(self.health.clock)
 
     def asker(self, demand: Demand, request_id: str = "-") -> Asker:
         """The caller and the shape of a request, for the health of this deployment.
@@ -110,7 +114,13 @@ class Deployment(Facts):
         """This deployment with the price and the sizes of the model that a request names."""
         model = (self.settings.model or "").replace("*", name)
         facts = describe(self.settings.model_copy(update={"model": model}))
-        return dataclasses.replace(self, model=model, **facts.by_name())
+        named = dataclasses.replace(self, model=model, **facts.by_name())
+        named.lessons = self.lessons
+        return named
+
+    def spoken(self) -> Dialect:
+        """The dialect of its server, with what its refusals have taught."""
+        return self.lessons.spoken(self.model, self.dialect)
 
     def cost(self, demand: Demand, usage: Usage) -> MicroUSD:
         """The cost of a request with this usage, in µUSD."""
@@ -155,8 +165,8 @@ class Deployment(Facts):
         return -(-(reported or demand.units) * (self.price.unit(demand.measure) or 0) // 1_000_000)
 
     def _price(self, demand: Demand) -> Price:
-        """The price of the request's tier; the dearest tier's if the tier has no price."""
-        if not self.tiers:
+        """The price of the tier; the dearest tier's if the tier has no price and may be dearer."""
+        if not self.tiers or (demand.tier in NOT_DEARER and demand.tier not in self.tiers):
             return self.price
         dearest = max(self.tiers.values(), key=lambda price: price.output_microusd_per_mtok)
         return self.tiers.get(demand.tier, dearest)
@@ -273,9 +283,17 @@ class Deployment(Facts):
         """
         if self.settings.ttft_timeout_ms is not None:
             return self.settings.ttft_timeout_ms / 1000.0
-        most_ms = _TTFT_TIMEOUT_MAX_MS
+        least_ms, most_ms = self.ttft_timeout_min_ms, _TTFT_TIMEOUT_MAX_MS
         unlearned_ms = most_ms if is_alone else _TTFT_TIMEOUT_UNLEARNED_MS
-        return self.estimate.ttft_timeout_ms(prompt_tokens, self.ttft_timeout_min_ms, most_ms, unlearned_ms) / 1000.0
+        if silence_ms := 1000.0 * self.dialect.silence_s:  # what it has learned tells nothing of the next thought
+            least_ms = most_ms = unlearned_ms = silence_ms if is_alone else most_ms
+        return self.estimate.ttft_timeout_ms(prompt_tokens, least_ms, most_ms, unlearned_ms) / 1000.0
+
+    @property
+    def idle_timeout_s(self) -> float:
+        """The longest silence in seconds inside a stream: configured, else as its model reasons."""
+        is_set = "idle_timeout_ms" in self.settings.model_fields_set
+        return max(self.settings.idle_timeout_ms / 1000.0, 0 if is_set else self.dialect.silence_s)
 
     def succeeded(self, progress: Progress, demand: Demand, asker: Asker) -> None:
         """Learn from a complete generation.
@@ -327,16 +345,3 @@ class Deployment(Facts):
         can answer, the time-out stays, so that a deployment that hangs delays no request.
         """
         self.estimate.observe_timeout(1000.0 * self.ttft_timeout_s(prompt_tokens), prompt_tokens)
-
-
-def with_cut(deployment: Deployment, body: dict[str, Any], kind: Kind, tokens_max: int) -> dict[str, Any]:
-    """`body` with a limit of its answer that replaces the client's."""
-    rest = {name: value for name, value in body.items() if name not in ("max_tokens", "max_completion_tokens")}
-    return with_length(deployment, rest, tokens_max) if kind is CHAT else {**rest, "max_tokens": tokens_max}
-
-
-def with_length(deployment: Deployment, body: dict[str, Any], tokens_max: int) -> dict[str, Any]:
-    """`body` with a limit of its answer, under the field's name that the deployment knows."""
-    is_openai = "api.openai.com" in (deployment.settings.base_url or "")
-    # other servers accept only the older name
-    return {**body, "max_completion_tokens" if is_openai else "max_tokens": tokens_max}

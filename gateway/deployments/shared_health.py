@@ -274,13 +274,9 @@ def identity(deployment: Deployment, settings: Settings, host: str) -> str:
     It includes `host` if only this host reaches the deployment. It reveals no API key.
     """
     config = deployment.settings
-    where = (
-        [host, str(settings.run_dir)]
-        if config.engine
-        else [host]
-        if is_loopback(urlsplit(config.base_url or "").hostname or "")
-        else []
-    )
+    url = urlsplit(config.base_url or "")
+    is_here = url.netloc == "unix:" or is_loopback(url.hostname or "")
+    where = [host, str(settings.run_dir)] if config.engine else [host] if is_here else []
     facts = (where, deployment.name, config.backend, config.engine, config.model, config.base_url, config.headers)
     secret = os.environ.get(config.api_key_env or "", "")
     key = (settings.secret or "").encode()[:64]

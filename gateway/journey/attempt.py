@@ -6,20 +6,24 @@ leaves no trace in an answer.
 """
 
 import asyncio
+import re
 from collections.abc import Callable
 
 import msgspec
 
 from gateway.backends.base import BackendBroken, BackendDenied, BackendError, BackendRejected, BackendRequest
-from gateway.deployments.deployment import Deployment, with_cut
+from gateway.backends.dialect import ADDED, LENGTHS, Dialect
+from gateway.backends.fitting import fitted, restored, with_length
+from gateway.deployments.deployment import Deployment
 from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
 from gateway.journey.joint import Said, rest_of
 from gateway.journey.outcomes import Try
 from gateway.journey.semantic import draft_of
+from gateway.loggers import get_logger
 from gateway.reserved import with_calls_bound
-from gateway.wire.types import Chunk, opened
+from gateway.wire.types import CHAT, Chunk, opened
 from policies import Demand
 from policies.breaker import Asker
 
@@ -28,19 +32,33 @@ TRIES_MAX = 8
 
 # a flight keeps its answer for later readers: an endless one must not take the worker's memory
 _ANSWER_BYTES_MAX = 64 << 20
+_TRANSLATED = frozenset({"messages", "responses"})  # operations whose requests become chats
 _UNSTREAMED = frozenset({"best_of", "prompt_logprobs"})  # servers refuse to stream with these
+
+# the codes and words of a server that does not know a field, and not of one that refuses its value: OpenAI, pydantic
+# and its users (Mistral, vLLM), serde (DeepSeek)
+_UNKNOWN = re.compile(r"unsupported|not supported|unknown|unrecognized|unexpected|extra[ _](?:inputs?|forbidden)", re.I)
+
+_log = get_logger()
 
 Deliver = Callable[[list[Chunk]], bool | None]
 """Gets the chunks of an answer; returns True where these end it."""
 
 
 async def begin(
-    flight: Flight, deployment: Deployment, why: str, *, is_alone: bool, said: Said | None = None
+    flight: Flight,
+    deployment: Deployment,
+    why: str,
+    *,
+    is_alone: bool,
+    said: Said | None = None,
+    dialect: Dialect | None = None,
 ) -> "UpstreamCall | None":
     """Begin a try of `flight`'s generation; None where `deployment` has no slot for it, or another
     worker's probe forbids it.
 
-    `is_alone`: no other deployment can take over. `said`: the text that it goes on with.
+    `is_alone`: no other deployment can take over. `said`: the text that it goes on with. `dialect`
+    is spoken in place of the deployment's.
     """
     generation = flight.generation
     near, team = generation.looked.near, generation.identity.team.id
@@ -50,8 +68,9 @@ async def begin(
     is_probe = deployment.health.is_open(asker)
     if is_probe and not await deployment.may_probe(asker, team):
         return None
+    deployment.lessons.seen(generation.answered.demand.caller)
     try:
-        request = _request_to(deployment, generation, is_alone=is_alone, said=said)
+        request = _request_to(deployment, generation, is_alone=is_alone, said=said, dialect=dialect)
     except BaseException:  # a bug must not keep the slot
         deployment.health.cancelled(asker)
         deployment.end(team)
@@ -65,7 +84,9 @@ async def begin(
     return UpstreamCall(deployment, request, progress, answered.demand, asker, is_probe=is_probe, flight=flight)
 
 
-def _request_to(deployment: Deployment, generation: Generation, *, is_alone: bool, said: Said | None) -> BackendRequest:
+def _request_to(
+    deployment: Deployment, generation: Generation, *, is_alone: bool, said: Said | None, dialect: Dialect | None
+) -> BackendRequest:
     turn, serving, holds = generation.turn, generation.answered.serving, generation.holds
     native = turn.native
     # decision: always-stream
@@ -73,26 +94,29 @@ def _request_to(deployment: Deployment, generation: Generation, *, is_alone: boo
         turn.is_stream or (serving.has_choice and _UNSTREAMED.isdisjoint(turn.body))
     )
     body = turn.marked if turn.marked is not None and "cache_control" in deployment.capabilities else turn.body
-    if holds.is_bounded:
-        body = serving.with_max_tokens(deployment, turn.demand, body)
-        if turn.demand.calls:
-            body = with_calls_bound(body)
-            native = None if native is None else msgspec.structs.replace(native, are_calls_bound=True)
-    if holds.cut_at is not None:
-        body = with_cut(deployment, body, turn.kind, holds.cut_at)
-        native = None if native is None else msgspec.structs.replace(native, tokens_max=holds.cut_at)
+    if holds.is_bounded and turn.demand.calls:
+        body = with_calls_bound(body)
+        native = None if native is None else msgspec.structs.replace(native, are_calls_bound=True)
+    tokens = turn.shortened_to if holds.cut_at is None else holds.cut_at
+    if tokens is not None:
+        native = None if native is None else msgspec.structs.replace(native, tokens_max=tokens)
+    elif holds.is_bounded:
+        tokens = serving.length_held(deployment, turn.demand)
     prefix = ""
     if "prefill" in deployment.capabilities:
         body, prefix = opened(body)
     if said is not None:
         body, prefix = rest_of(body, said), prefix + said.text
+    dialect = deployment.spoken() if dialect is None else dialect
+    body = with_length(body, dialect, turn.kind, tokens)
+    body, names = fitted(body, dialect) if turn.kind is CHAT else (body, {})
     return BackendRequest(
         body=body,
         is_stream=is_stream,
         salt=generation.looked.fingerprint.partition,
         request_id=turn.arrival.request_id,
         ttft_timeout_s=deployment.ttft_timeout_s(turn.demand.prompt_tokens, is_alone=is_alone),
-        idle_timeout_s=deployment.settings.idle_timeout_ms / 1000.0,
+        idle_timeout_s=deployment.idle_timeout_s,
         whole_timeout_s=deployment.settings.whole_timeout_ms / 1000.0,
         draft=draft_of(generation.looked.near) if deployment.settings.engine else "",
         kind=turn.kind,
@@ -101,7 +125,37 @@ def _request_to(deployment: Deployment, generation: Generation, *, is_alone: boo
         upload=turn.upload,
         passage=turn.passage,
         prefix=prefix,
+        dialect=dialect,
+        names=names,
+        is_translated=turn.kind is CHAT and native is None and _is_translated(deployment, turn.arrival.operation),
     )
+
+
+def _is_translated(deployment: Deployment, operation: str) -> bool:
+    """Whether the server gets other words than the client's."""
+    return deployment.settings.backend in ("anthropic", "litellm") or operation in _TRANSLATED
+
+
+def reworded(call: "UpstreamCall", failure: BackendRejected, generation: Generation) -> Dialect | None:
+    """Another dialect for a request whose server refused a field of the gateway's own; None: the
+    request is at fault, or there is no other way to say it.
+
+    A field that the refusal names by itself teaches; one in its words decides for this request.
+    """
+    request, dialect, turn = call.request, call.request.dialect, generation.turn
+    is_other = request.kind is not CHAT or call.deployment.settings.backend != "openai"
+    if is_other or not _UNKNOWN.search(failure.detail):
+        return None
+    names = [name for name in (dialect.length, *ADDED) if name not in turn.body or name in LENGTHS]
+    named = (failure.param or "").partition(".")[0]
+    name = named or next((name for name in names if name in failure.message), "")
+    if name not in names or (name in LENGTHS and name not in request.body):
+        return None
+    _log.warning("field_refused", deployment=call.deployment.name, field=name, is_typed=bool(named))
+    if named:
+        exact = generation.looked.fingerprint.exact
+        call.deployment.lessons.refused(call.deployment.model, name, call.demand.caller, exact)
+    return dialect.without(name)
 
 
 class UpstreamCall(msgspec.Struct, frozen=True, eq=False):
@@ -130,7 +184,9 @@ class UpstreamCall(msgspec.Struct, frozen=True, eq=False):
         held: list[Chunk] = []
         deployment.answers.add(answer)
         try:
-            async for chunks in answer:
+            async for read in answer:
+                names = self.request.names
+                chunks = [restored(chunk, names) for chunk in read] if names else read
                 progress.add(chunks)
                 if progress.size_bytes > _ANSWER_BYTES_MAX:
                     raise BackendBroken("The deployment's answer is too long", detail=f"over {_ANSWER_BYTES_MAX} bytes")

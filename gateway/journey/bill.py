@@ -17,11 +17,12 @@ import msgspec
 
 from gateway.accounts import Identity, LedgerRow, booked, charges_of
 from gateway.deployments.alias import Alias
+from gateway.deployments.deployment import NOT_DEARER
 from gateway.journey.needs import booked_labels
 from gateway.journey.outcomes import Answered, Claim, MoneyFacts, Spent, Try
 from gateway.journey.savings import CHECKING, CHECKS, TRIES, beside, compared, joined
 from gateway.journey.turn import Turn
-from gateway.wire.usage import usage_at_start
+from gateway.wire.usage import tier_of, usage_at_start
 from policies import Demand, Hold, Usage
 from policies.windows import Unit
 
@@ -30,6 +31,16 @@ _TIMES = 1_000  # a count that no context bounds may be so many times the one th
 CONTEXT_UNKNOWN = 1 << 20
 """The bound of what is read or written in a round where a deployment's context is not known."""
 _UNSEEN_ROUNDS_MAX = 100  # of an answer that tells its calls, and not its rounds
+
+
+def as_answered(demand: Demand, tried: Try) -> Demand:
+    """`demand` with the tier that answered, which is the one that the provider charges."""
+    tier = tier_of(tried.progress.chunks)
+    if not tier or tier == demand.tier:
+        return demand
+    part = frozenset({"service_tier"})
+    reserved = demand.reserved - part if tier in NOT_DEARER else demand.reserved | part
+    return msgspec.structs.replace(demand, tier=tier, reserved=reserved)
 
 
 def charged(tries: Sequence[Try]) -> list[Try]:
@@ -86,7 +97,7 @@ def usage_of(tried: Try, alias: Alias, demand: Demand, cut_at: int | None = None
 
 def cost_of(tried: Try, alias: Alias, demand: Demand, cut_at: int | None = None) -> int:
     """The cost of a try that is charged, in µUSD."""
-    return tried.deployment.cost(demand, usage_of(tried, alias, demand, cut_at))
+    return tried.deployment.cost(as_answered(demand, tried), usage_of(tried, alias, demand, cut_at))
 
 
 def book(
@@ -103,12 +114,13 @@ def book(
     answer_baseline_microusd: int | None = None
     for tried in costly:
         is_last, deployment = tried is costly[-1], tried.deployment
-        usage, claim = _counted(tried, alias, turn.demand, cut_at)
+        demand = as_answered(turn.demand, tried)
+        usage, claim = _counted(tried, alias, demand, cut_at)
         if claim is not None:
             claims.append(claim)
         row_id = hold.id if is_last else f"{hold.id}.{len(rows) + 1}"
-        row = _row(row_id, tried, usage, deployment.cost(turn.demand, usage), hold, turn, identity)
-        answer = compared(row, alias.baseline, deployment, turn.demand, usage, whole) if is_last else row
+        row = _row(row_id, tried, usage, deployment.cost(demand, usage), hold, turn, identity)
+        answer = compared(row, alias.baseline, deployment, demand, usage, whole) if is_last else row
         is_known = alias.baseline.is_price_known and deployment.is_price_known
         is_own, answer_baseline_microusd = row.kind in CHECKING, answer.baseline_microusd
         is_beside = is_own or not is_last

@@ -176,10 +176,7 @@ class SemanticLookup:
         if not is_served:
             near, would = result.similarity, pointed.entry
             return SemanticResult(similarity=near, miss_reason=OBSERVED, question=question, would=would)
-        hit = SemanticResult(pointed.entry, result.similarity, bound.error_max, question=question, trial=result.trial)
-        if result.trial is not None:
-            self.errors.charge(fingerprint.compat, result.trial.risk)
-        return hit
+        return SemanticResult(pointed.entry, result.similarity, bound.error_max, question=question, trial=result.trial)
 
     def _missed(self, result: Miss | Undecided, fingerprint: Fingerprint, bound: Bound) -> SemanticResult:
         undecided = result if isinstance(result, Undecided) else None
@@ -220,6 +217,8 @@ class SemanticLookup:
         else:
             similarity, trial, verifier = verified.similarity, verified.trial, verified.verifier
             is_old = not verifier and self._clock() - verified.at > _VERIFIED_S
+            if not verifier:  # the worker, whose inequality counts its own hits, does not see this one
+                trial = msgspec.structs.replace(trial, risk=1.0 - trial.p)
             has_room = self.errors.has(fingerprint.compat, trial.risk, bound.error_max)
             if is_old or not has_room or bound.error_max < verified.error_max:
                 return None

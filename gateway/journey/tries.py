@@ -27,7 +27,7 @@ from gateway.deployments.alias import Alias, no_route
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
 from gateway.exceptions import fresh
-from gateway.journey.attempt import TRIES_MAX, begin
+from gateway.journey.attempt import TRIES_MAX, begin, reworded
 from gateway.journey.flight import Flight
 from gateway.journey.hedge import Race
 from gateway.journey.outcomes import Rejection
@@ -223,6 +223,10 @@ class Tries:
             race = Race(flight, self._done_with)
             call, failure = await race.run(call, slow_ms)
             self._raced = race.beside
+        if isinstance(failure, BackendRejected) and (dialect := reworded(call, failure, generation)) is not None:
+            again = await begin(flight, call.deployment, why, is_alone=is_alone, dialect=dialect)
+            if again is not None:
+                call, failure = again, await again.run(flight.extend)
         if failure is None:
             return None
         if isinstance(failure, BackendTooLong):
@@ -231,7 +235,9 @@ class Tries:
                 longer = _longer(generation.answered.demand, window)
                 generation.answered = msgspec.structs.replace(generation.answered, demand=longer)
         elif isinstance(failure, BackendRejected) and not isinstance(failure, BackendUnfit):
-            raise from_backend(failure) from failure
+            if not call.request.is_translated:
+                raise from_backend(failure) from failure
+            failure = BackendUnfit(failure.message, detail=failure.detail, status=failure.status, body=failure.body)
         if not call.progress.has_begun:
             return failure
         if flight.has_left and not isinstance(failure, BackendRejected | BackendDenied):

@@ -103,6 +103,12 @@ class Turn(msgspec.Struct, frozen=True):
     upload: FormFiles | None = None
     passage: Passage | None = None
 
+    @property
+    def shortened_to(self) -> int | None:
+        """The tokens that its answer may have where no deployment writes as many as it allows."""
+        tokens = self.demand.output_tokens_max
+        return tokens if self.demand.is_output_bound and tokens < self.body["max_completion_tokens"] else None
+
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self.started) * 1000.0
 

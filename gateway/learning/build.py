@@ -18,6 +18,8 @@ from cache.verdicts import Ruling, Source, VerdictStore
 from gateway.accounts import Team
 from gateway.accounts.accounts import Accounts
 from gateway.deployments.fleet import Fleet
+from gateway.journey.flight import Flight
+from gateway.journey.record import Record
 from gateway.journey.semantic import Bounds
 from gateway.learning.checks import Checks
 from gateway.learning.comparisons import Findings, Judging
@@ -138,7 +140,7 @@ async def open_learning(
         reports=reports,
         truth=truth,
         certificates=certificates,
-        learn=judging.recorded if cache.is_semantic else None,
+        learn=_learn(judging, verifiers) if cache.is_semantic else None,
         verifiers=verifiers,
         _requests=requests,
         _spending=spending,
@@ -147,6 +149,15 @@ async def open_learning(
         _accounts=accounts,
         _semantic=semantic,
     )
+
+
+def _learn(judging: Judging, verifiers: Verifiers | None) -> Learn:
+    def learn(flight: Flight, record: Record) -> None:
+        judging.recorded(flight, record)
+        if verifiers is not None:
+            verifiers.recorded(flight.generation)
+
+    return learn
 
 
 def _open_verifiers(

@@ -21,6 +21,7 @@ _RULED_MIN = 0.5
 _AGAIN = 0.02  # the share of further questions with an exam's question beside them
 _KEPT, _SPACES_MAX = 6, 1_000
 _SHORT = 3  # letters of a word that any two prompts may share
+_UNLIKELY = 0.1
 _FALSE_YES, _FALSE_YES_WEIGHT = 0.03, 30  # the share of false yes before the first answer, and what it weighs
 
 
@@ -35,6 +36,7 @@ class Exam:
         self._is_running = False
         self.questions = self.rulings = self.wrong = 0
         self.wrong_asked = self.wrong_yes = 0  # of answers that are wrong
+        self.unlikely = self.unlikely_yes = 0.0  # the wrong ones to expect among unlikely answers, and the yes to them
         self.risked, self.wrong_hits = 0.0, 0  # of checked hits
 
     @property
@@ -54,10 +56,14 @@ class Exam:
 
     @property
     def false_yes(self) -> float:
-        """The share of wrong answers that it calls right: by the exam, times how many more hits on its
-        word were found wrong than expected.
+        """The share of wrong answers that it calls right: by the exam and by what it says of
+        unlikely ones, times how many more hits on its word were found wrong than expected.
         """
-        share = (self.wrong_yes + _FALSE_YES * _FALSE_YES_WEIGHT) / (self.wrong_asked + _FALSE_YES_WEIGHT)
+        asked = self.wrong_asked + _FALSE_YES_WEIGHT
+        share = (self.wrong_yes + _FALSE_YES * _FALSE_YES_WEIGHT) / asked
+        # the yes to unlikely answers are as right as p is: they make the share no smaller
+        unlikely_yes = max(self.unlikely_yes, share * self.unlikely)
+        share = (share * asked + unlikely_yes) / (asked + self.unlikely)
         return min(1.0, share * (self.wrong_hits + 1.0) / (self.risked + 1.0))
 
     def take(self, number: int | None, *, is_right: bool) -> None:
@@ -68,6 +74,14 @@ class Exam:
         self.wrong += number is not None and is_yes is not is_right
         self.wrong_asked += not is_right
         self.wrong_yes += is_yes and not is_right
+
+    def learn(self, p: float, *, is_yes: bool) -> None:
+        """Take in its word on an answer that is right with the probability `p`: where that is small, most
+        of its yes are wrong.
+        """
+        if p < _UNLIKELY:
+            self.unlikely += 1.0 - p
+            self.unlikely_yes += is_yes - p
 
     def check(self, risk: float, *, is_wrong: bool) -> None:
         """Take in what a check found of a hit on its word, which had this risk of being wrong."""

@@ -1,11 +1,11 @@
 """A verifier: a model that reads whether a stored answer does for another request.
 
-It is asked in three ways: which of several stored answers is right for a request (`choose`),
-whether one of them is, put otherwise (`confirm`), and whether a fresh answer and a stored one say
-the same (`judge`). Knows one function that answers a chat request. Invariants: all texts are data,
-quoted as JSON under an instruction that says so; a text that speaks to the judge is not shown to
-it; only a number, or one of three exact words, is a ruling; whatever else comes back, or nothing,
-is UNKNOWN.
+It is asked in four ways: which of several stored answers is right for a request (`choose`), whether
+one of them is, put otherwise (`confirm`), whether a fresh answer and a stored one say the same
+(`judge`), and which of several requests have an answer that moves (`moving`). Knows one function
+that answers a chat request. Invariants: all texts are data, quoted as JSON under an instruction
+that says so; a text that speaks to the judge is not shown to it; only numbers, or one of three
+exact words, are a ruling; whatever else comes back, or nothing, is UNKNOWN.
 """
 
 import json
@@ -59,6 +59,11 @@ where the prompt asks for one, the same format and language. Other wording, orde
 Reply DIFFERENT if they disagree in any fact that the prompt asks for, or if answer_b answers another question.
 Reply UNKNOWN if you can't tell.
 Your whole reply is one word: SAME, DIFFERENT or UNKNOWN."""
+_MOVING = f"""Answers to requests are kept for a day, and given to whoever sends the same request. The next message is a JSON object \
+with numbered "requests". {_DATA}
+Name the requests whose right answer depends on when they are sent: on the date or the time, or on a state, a figure or news that \
+may be other tomorrow. Requests for facts, rules, explanations, texts or code that stay right are not among them.
+Your whole reply is their numbers, with commas between them; 0 if there are none."""
 
 
 class StoredAnswer(msgspec.Struct, frozen=True):
@@ -137,13 +142,25 @@ class Verifier:
             return self._judgement(Ruling.UNKNOWN, ORDERS_DISAGREE)
         return self._judgement(rulings[0], "asked the judge model in both orders")
 
-    async def _put(self, instruction: str, question: dict[str, Any], *, has_odds: bool = False) -> bytes | None:
+    async def moving(self, prompts: Sequence[str]) -> frozenset[int] | None:
+        """The places, from 0, of the prompts whose answers depend on the moment; None where it is not said."""
+        requests = [{"number": place, "request": prompt} for place, prompt in enumerate(prompts, 1)]
+        tokens = REPLY_TOKENS_MAX + 4 * len(prompts)
+        whole = await self._put(_MOVING, {"requests": requests}, tokens)
+        if whole is None or not re.fullmatch(r"\d+(?:\s*,\s*\d+)*", word := _word_of(whole)):
+            return None
+        numbers = {int(number) - 1 for number in word.split(",")} - {-1}
+        return frozenset(numbers) if numbers <= set(range(len(prompts))) else None
+
+    async def _put(
+        self, instruction: str, question: dict[str, Any], tokens: int = REPLY_TOKENS_MAX, *, has_odds: bool = False
+    ) -> bytes | None:
         """The whole reply to a question; None if the model did not answer."""
         messages = [
             {"role": "system", "content": instruction},
             {"role": "user", "content": json.dumps(question, ensure_ascii=False)},
         ]
-        body = {"model": self._model, "temperature": 0, "max_tokens": REPLY_TOKENS_MAX, "messages": messages}
+        body = {"model": self._model, "temperature": 0, "max_tokens": tokens, "messages": messages}
         return await self._ask({**body, "logprobs": True} if has_odds else body)
 
     def _judgement(self, ruling: Ruling, why: str) -> Judgement:

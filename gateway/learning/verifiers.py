@@ -37,6 +37,7 @@ from gateway.journey.semantic import SemanticLookup
 from gateway.journey.storing import answer_text, chunks_of, shows
 from gateway.learning.exam import Recent
 from gateway.learning.internal_requests import BUSY, InternalRequests
+from gateway.learning.moments import Gathered, Moments
 from gateway.learning.spending import Spending
 from gateway.learning.verifier import (
     ANSWER_CHARS_MAX,
@@ -63,7 +64,7 @@ from policies.asking import (
     pays,
     risk_of,
 )
-from policies.verification import Verify
+from policies.verification import Verification, Verify
 
 _WITHIN_S = 30.0  # for a word that no request waits for
 _TYPICAL_CHARS = 600  # of an answer, before it is read
@@ -113,6 +114,7 @@ class Verifiers:
         self._recent = Recent()
         self._calibration = Calibration()
         self._running: set[asyncio.Task[Any]] = set()
+        self._moments = Moments(exact, self._of_moments, self._start)
 
     def connect(self, pipeline: Pipeline) -> None:
         """Ask about the undecided lookups of `pipeline`."""
@@ -161,8 +163,7 @@ class Verifiers:
         generation, undecided = flight.generation, semantic.undecided
         alias, team = generation.alias, generation.identity.team
         controls, text = generation.turn.controls, generation.looked.fingerprint.text or ""
-        of_request = None if controls.verify is None else Verify(controls.verify)
-        verification = self._settings.verification(alias.name, team.verify, of_request)
+        verification = self._verification(generation)
         is_observed = verification.mode is Verify.OBSERVE
         if undecided is None or (is_observed and (controls.only_if_cached or self._is_busy)):
             return None
@@ -226,6 +227,9 @@ class Verifiers:
         shown = [_stored(candidate, entry) for candidate, entry in answers]
         choice = await verifier.choose(generation.looked.fingerprint.text or "", shown)
         right = None
+        for number in choice.shown if choice.number is not None else ():
+            if choice.number in (-1, number):
+                plan.askable.exam.learn(answers[number][0].p, is_yes=number == choice.number)
         if choice.number is not None and choice.number >= 0:
             candidate, entry = answers[choice.number]
             assert semantic.undecided is not None
@@ -278,7 +282,7 @@ class Verifiers:
             miss_reason="",
             nearest="",
             question=(fingerprint.text or "") if self._settings.log_prompts else "",
-            trial=candidate.trial(semantic.trial).with_risk(risk),
+            trial=msgspec.structs.replace(candidate.trial(semantic.trial), risk=risk),
             verified_by=semantic.asking.verifier,
         )
 
@@ -361,6 +365,28 @@ class Verifiers:
 
     # -- after a miss
 
+    def recorded(self, generation: Generation) -> None:
+        """Ask later whether the answer of a generation that is recorded depends on the moment."""
+        if self._verification(generation).verifier is not None:
+            self._moments.recorded(generation)
+
+    def _verification(self, generation: Generation) -> Verification:
+        of_request = generation.turn.controls.verify
+        word = None if of_request is None else Verify(of_request)
+        return self._settings.verification(generation.alias.name, generation.identity.team.verify, word)
+
+    def _of_moments(self, gathered: Gathered, chars: int) -> Verifier | None:
+        """Who is asked which of these answers move; None where nobody may be, or it costs too much."""
+        verification = self._settings.verification(gathered.alias.name, gathered.payer.team.verify)
+        askable = self.whom.to_ask(gathered.alias, verification.verifier)
+        question = askable.expected(_demand(question_chars("", ()) + chars)) if askable is not None else None
+        if askable is None or question is None or self._is_busy:
+            return None
+        cost_max, team_id = self._settings.cache.verify_share * gathered.cost_microusd, gathered.payer.team.id
+        if question.cost_microusd > cost_max or not self._spending.allows(team_id, question.cost_microusd):
+            return None
+        return self._verifier(askable, gathered.payer, gathered.alias.name)
+
     def of(self, record: Record, space: bytes) -> Judge | None:
         """The judge of a request's fresh answer, in its namespace; None where no verifier is named."""
         alias = record.request.alias
@@ -415,6 +441,7 @@ class Verifiers:
 
     async def aclose(self) -> None:
         """Give questions as long as a request may wait for one, and cancel the others."""
+        self._moments.all_due()
         if self._running:
             _, late = await asyncio.wait(self._running, timeout=self._settings.cache.verify_ms / 1000.0)
             for task in late:

@@ -27,12 +27,16 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A server's address. `proxy` is an http:// or https:// URL, possibly with credentials."""
+    """A server's address. `proxy` is an http:// or https:// URL, possibly with credentials.
+
+    `socket_path` is that of the server's unix socket, which then replaces host and port.
+    """
 
     host: str
     port: int
     is_tls: bool
     proxy: SplitResult | None = None
+    socket_path: str = ""
 
     @property
     def authority(self) -> str:
@@ -157,11 +161,14 @@ class Pool:
         """A new connection to the origin. Raises OSError, Unreachable."""
         origin, proxy = self._origin, self._origin.proxy
         host, port, is_tls = origin.host, origin.port, origin.is_tls
+        loop = asyncio.get_running_loop()
+        if origin.socket_path:
+            return (await loop.create_unix_connection(lambda: Connection(self), origin.socket_path))[1]
         if proxy is not None:
             if proxy.scheme not in _PORTS:
                 raise Unreachable(f"a {proxy.scheme}:// proxy is not supported, only http:// and https://")
             host, port, is_tls = proxy.hostname or "", proxy.port or _PORTS[proxy.scheme], proxy.scheme == "https"
-        _, connection = await asyncio.get_running_loop().create_connection(
+        _, connection = await loop.create_connection(
             lambda: Connection(self), host, port, flags=socket.AI_ADDRCONFIG, ssl=self._tls if is_tls else None
         )
         if proxy is None or not origin.is_tls:
@@ -197,6 +204,18 @@ class Pool:
             raise Unreachable("the proxy closed the connection")
         connection.connection_made(secured)
         return connection
+
+
+def split_socket(url: str) -> tuple[str, str]:
+    """The unix socket of a URL, and its URL below that socket; an empty path without one.
+
+    nginx's spelling: `http://unix:/run/server.sock:/v1` (ngx_http_proxy_module, `proxy_pass`).
+    """
+    parts = urlsplit(url)
+    if parts.netloc != "unix:":
+        return "", url
+    socket_path, _, path = parts.path.partition(":")
+    return socket_path, parts._replace(netloc="localhost", path=path).geturl()
 
 
 def proxy_of(scheme: str, host: str) -> SplitResult | None:

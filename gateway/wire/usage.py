@@ -9,12 +9,14 @@ missing, and its answer is kept; no part of a prompt or of a completion is count
 parts are at most the whole.
 """
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
+from gateway.wire.types import Chunk
 from policies import Usage
 from policies.usage import COUNT_MAX as TOKENS_MAX  # a larger claim is the server's error
 
@@ -71,6 +73,15 @@ class _Reported(msgspec.Struct, gc=False):
     server_tool_use: _Tools | None = None
     cost: _Money = None  # OpenRouter, in USD
     rounds: _Count = None  # ours, of `from_anthropic`
+
+
+class _Tier(msgspec.Struct, gc=False, frozen=True):
+    service_tier: Any = None
+
+
+class _Tiered(_Tier, frozen=True):
+    usage: _Tier | None = None
+    response: _Tier | None = None  # of an event of the Responses API
 
 
 class _Start(msgspec.Struct, gc=False):
@@ -156,8 +167,7 @@ def from_anthropic(given: Mapping[str, Any], rounds: int = 0) -> dict[str, Any]:
         details["cache_creation_token_details"] = lives
     usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
     usage |= {"total_tokens": prompt + completion, "prompt_tokens_details": details}
-    if tools := given.get("server_tool_use"):
-        usage["server_tool_use"] = tools
+    usage |= {name: given[name] for name in ("server_tool_use", "service_tier") if given.get(name)}
     rounds += len(iterations)
     return usage | ({"rounds": rounds} if rounds else {})
 
@@ -172,6 +182,21 @@ def usage_at_start(chunk: bytes) -> Usage | None:
         return usage_of(msgspec.json.decode(chunk, type=_Start).usage_at_start)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+def tier_of(chunks: Sequence[Chunk]) -> str:
+    """The tier that answered, as the provider says it last; empty if it says none.
+
+    Sources: OpenAI's and Groq's `service_tier` of an answer, Anthropic's in its usage.
+    """
+    for chunk in reversed(chunks):
+        for data in reversed(chunk.each()) if b'"service_tier"' in chunk.data else ():
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                answer = msgspec.json.decode(data, type=_Tiered)
+                for part in (answer, answer.usage, answer.response):
+                    if part is not None and isinstance(part.service_tier, str) and part.service_tier:
+                        return part.service_tier.lower()[:100]
+    return ""
 
 
 def without_usage_at_start(chunk: bytes) -> bytes:

@@ -64,28 +64,15 @@ class AsyncEngine:
         """Start a generation. `__anext__` raises its errors, EngineUnavailable and EngineLoading
         included.
         """
-        return cast(ReplyStream[wire.Output], self._call(request))
+        return cast(ReplyStream[wire.Output], self._rpc.call(request))
 
     async def tokenize(self, request: wire.TokenizeCall) -> wire.TokenIds:
         """Return the tokens of a prompt or of a conversation. Raises EngineError."""
-        return cast(wire.TokenIds, await self._call(request).only())
+        return cast(wire.TokenIds, await self._rpc.call(request).only())
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """Return the text of `token_ids`, special ones included. Raises EngineError."""
-        return cast(wire.TokensText, await self._call(wire.DetokenizeCall(token_ids)).only()).text
-
-    def _call(self, request: wire.EngineRequest) -> ReplyStream[wire.EngineReply]:
-        now = self._load
-        if self._rpc.is_connected and now.is_ready:
-            return self._rpc.call(request)
-        refused: ReplyStream[wire.EngineReply] = ReplyStream()
-        if not self._rpc.is_connected:
-            refused.end(wire.EngineUnavailable(f"no engine answers at {self.socket_path}"))
-        elif now.is_draining:
-            refused.end(wire.EngineUnavailable("the engine is shutting down"))
-        else:
-            refused.end(wire.EngineLoading(f"the model is loading: {now.progress:.0%} ({now.stage})"))
-        return refused
+        return cast(wire.TokensText, await self._rpc.call(wire.DetokenizeCall(token_ids)).only()).text
 
     def _learn(self, state: wire.EngineReply | None) -> None:
         if isinstance(state, wire.EngineState):

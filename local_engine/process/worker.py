@@ -97,7 +97,8 @@ class EngineServer:
         if self._drains_until is not None:
             call.fail(wire.EngineUnavailable("the engine is shutting down"))
         elif not self._thread.load.is_ready:
-            call.fail(wire.EngineLoading("the model is loading"))
+            load = self._thread.load
+            call.fail(wire.EngineLoading(f"the model is loading: {load.progress:.0%} ({load.stage})"))
         elif not isinstance(request, wire.GenerateRequest):
             return self._convert(call, request)
         elif request.grammar is not None or request.tools:

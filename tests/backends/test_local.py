@@ -245,8 +245,26 @@ def request_of(**body: Any) -> GenerateRequest:
 
 
 def test_work_that_can_wait_goes_last() -> None:
-    """OpenAI's flex tier stands behind everybody else's requests in the engine's queue."""
+    """OpenAI's flex tier stands behind everybody else's requests in the engine's queue; vLLM's `priority` says it in numbers."""
     assert [request_of(service_tier=tier).priority for tier in (None, "auto", "flex")] == [0, 0, 1]
+    assert [request_of(priority=number, service_tier="flex").priority for number in (None, -3, 7)] == [1, -3, 7]
+
+
+def test_a_client_s_salt_divides_its_team_s_blocks() -> None:
+    """vLLM's `cache_salt` comes behind the partition, which it cannot leave."""
+    assert [request_of(cache_salt=salt).salt for salt in (None, "", "mine")] == [b"salt", b"salt", b"saltmine"]
+
+
+def test_a_predicted_answer_is_verified() -> None:
+    """OpenAI's `prediction`, a text or its parts, is the engine's reference, unless the cache has a nearer one; it is bounded."""
+    parts = [{"type": "text", "text": "North"}, {"type": "text", "text": "."}]
+    for content in ("North.", parts):
+        assert request_of(prediction={"type": "content", "content": content}).reference == "North."
+    long = {"type": "content", "content": "x" * 1_000_000}
+    assert 1_000 < len(request_of(prediction=long).reference or "") < 100_000
+    (near,) = engine_requests(msgspec.structs.replace(ask(prediction=long), draft="South."))
+    assert near.reference == "South."
+    assert request_of(prediction=None).reference is None
 
 
 def test_parameters_arrive_under_the_engines_names() -> None:
@@ -391,6 +409,8 @@ async def test_parts_of_an_answer_are_openais(engine: ScriptedEngine, local: Loc
         ({"top_k": "many"}, "top_k"),
         ({"logit_bias": {"no number": 1}}, None),
         ({"min_p": [1]}, "min_p"),
+        ({"cache_salt": 1}, "cache_salt"),
+        ({"prediction": {"type": "content", "content": 1}}, "prediction.content"),
     ],
 )
 async def test_what_the_engine_cannot_do_is_refused(
@@ -554,8 +574,6 @@ async def test_load_is_what_the_engine_pushed(engine: ScriptedEngine, local: Loc
         while not loading.engine.load().is_connected:  # noqa: ASYNC110 - the client has no event for this
             await asyncio.sleep(0.01)
     assert loading.load(1).reason == "the model is loading: 42% (reading weights)"
-    with pytest.raises(BackendUnavailable, match="42%"):
-        await collect(loading.stream(ask()))
     await loading.aclose()
 
 

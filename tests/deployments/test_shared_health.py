@@ -224,11 +224,13 @@ async def test_another_configuration_begins_anew(redis_server: RedisServer, tmp_
         ("a", {"base_url": "http://127.0.0.1/v1"}),
         ("b", {"base_url": "http://127.0.0.1/v1"}),
         ("a", {"base_url": "http://localhost/v1"}),
+        ("a", {"base_url": "http://unix:/run/s.sock:/v1"}),
+        ("b", {"base_url": "http://unix:/run/s.sock:/v1"}),
     ):
         worker = Worker(redis_server.url, tmp_path, host, **more)
         names.add(worker.key)
         await worker.link.aclose()
-    assert len(names) == 6
+    assert len(names) == 8
     worker = Worker(redis_server.url, tmp_path)
     assert identity(worker.one, worker.settings, "a") == identity(worker.one, worker.settings, "b")
     await worker.link.aclose()

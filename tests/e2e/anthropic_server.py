@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -71,6 +71,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answer = message([{"type": "text", "text": "Hello."}], "end_turn")
+        self.judge: Callable[[dict[str, Any]], str] | None = None  # the words of its refusal of a body, or nothing
         self.refusal: tuple[int, dict[str, Any]] | None = None
         self.events_max: int | None = None  # a stream breaks off after these
         self.counted = {"input_tokens": 4711}
@@ -88,7 +89,10 @@ class _Handler(BaseHTTPRequestHandler):
         raw = self.rfile.read(int(self.headers["content-length"]))
         headers = {name.lower(): value for name, value in self.headers.items()}
         self.server.seen.append((headers, self.path, raw))
-        if self.server.refusal is not None:
+        if self.server.judge is not None and (words := self.server.judge(json.loads(raw))):
+            error = {"type": "invalid_request_error", "message": words}
+            self._send(400, "application/json", json.dumps({"type": "error", "error": error}).encode())
+        elif self.server.refusal is not None:
             status, body = self.server.refusal
             self._send(status, "application/json", json.dumps(body).encode())
         elif self.path.endswith("/count_tokens"):

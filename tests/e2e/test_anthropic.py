@@ -396,8 +396,8 @@ def test_a_chat_with_what_the_api_lacks_is_refused_by_name(chat: OpenAI, server:
     for fields, param in (
         ({"temperature": 1.5}, "temperature"),
         ({"presence_penalty": 1}, "presence_penalty"),
-        ({"response_format": {"type": "json_object"}}, "json_object"),
-        ({"reasoning_effort": ["low"]}, "of a type"),
+        ({"stop": "\n"}, "stop"),
+        ({"reasoning_effort": ["low"]}, "reasoning_effort"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             chat.chat.completions.create(

@@ -133,8 +133,7 @@ def test_the_bound_that_is_held_is_sent(gateway: Gateway, upstream: Upstream) ->
     gateway.chat(f"unbounded {next(_fresh)}", model="dear", key=free)
     gateway.chat(f"own bound {next(_fresh)}", model="dear", key=held, max_completion_tokens=7)
     bodies = [request["body"] for request in upstream.seen().requests]
-    assert [body.get("max_tokens") for body in bodies] == [1000, None, None]
-    assert bodies[2]["max_completion_tokens"] == 7
+    assert [body.get("max_tokens") for body in bodies] == [1000, None, 7]
 
 
 def test_clients_who_leave_early_leave_no_hold(gateway: Gateway) -> None:

@@ -490,7 +490,7 @@ async def test_loading_is_told_from_the_start(checkpoint: Folder, tmp_path: Path
         engine.start()
         await until(lambda: engine.load().is_connected)
         assert not engine.load().is_ready
-        with pytest.raises(EngineLoading):
+        with pytest.raises(EngineLoading, match=r"\d+%"):
             await collect(engine, request([5], 1))
         async with asyncio.timeout(60):
             info = await engine.wait_ready()

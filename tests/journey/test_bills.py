@@ -330,6 +330,47 @@ async def test_a_field_without_a_price_is_refused(open_a_world: OpenWorld) -> No
     assert row.cost_microusd == 300  # 2.5 x (100 + 2 x 10)
 
 
+@pytest.mark.parametrize(
+    ("asked", "answered", "microusd"),
+    [
+        (None, "", 1_250),
+        (None, "default", 1_250),
+        ("flex", "flex", 625),
+        ("flex", "default", 1_250),
+        (None, "flex", 625),
+        ("auto", "priority", 2_500),
+        ("priority", "priority", 2_500),
+        ("priority", "default", 1_250),
+        ("priority", "", 2_500),
+        (None, "standard", 1_250),
+        (None, "a new tier", 2_500),
+    ],
+)
+async def test_the_tier_that_answered_is_charged(
+    open_a_world: OpenWorld, asked: str | None, answered: str, microusd: int
+) -> None:
+    """As the answer says it, asked or not; without its word the tier that was asked for."""
+    one = {**deployment("one", "gpt-5", base_url="https://api.openai.com/v1"), "price": None}
+    world = await open_a_world(models={"mock": {"deployments": [{**one, "allow_fields": ["service_tier"]}]}})
+    world.backends["one"].plays("x", Finish(), Tokens(prompt=1_000, completion=0, tier=answered))
+    assert (await world.ask(service_tier=asked)).status == 200
+    (row,) = await world.ledger()
+    assert row.cost_microusd == microusd
+
+
+@pytest.mark.parametrize(("asked", "answered", "microusd"), [("priority", "default", 120), (None, "priority", 300)])
+async def test_the_operators_factor_goes_with_the_tier(
+    open_a_world: OpenWorld, asked: str | None, answered: str, microusd: int
+) -> None:
+    """It raises the cost of what a dearer tier answered, and of nothing else."""
+    one = deployment("one", allow_fields=["service_tier"])
+    one["price"] |= {"factors": {"service_tier": 2.5}}
+    world = await open_a_world(models={"mock": {"deployments": [one]}})
+    world.backends["one"].plays("x", Finish(), Tokens(prompt=100, completion=10, tier=answered))
+    assert (await world.ask(service_tier=asked)).status == 200
+    assert (await world.ledger())[0].cost_microusd == microusd
+
+
 async def test_embeddings_cost_tokens_and_money(open_a_world: OpenWorld) -> None:
     """They are taken from the limits and the budget by the token, and refused where either is spent."""
     world = await open_a_world(embedding_usd_per_mtok=1.0)

@@ -16,6 +16,8 @@ import pytest
 
 from gateway.backends.anthropic.request import to_message
 from gateway.backends.base import BackendRejected, BackendRequest, BackendUnfit
+from gateway.backends.dialect import dialect_of
+from gateway.backends.fitting import fitted
 from gateway.backends.local.request import engine_requests
 from gateway.backends.managed import ManagedBackend
 from gateway.deployments.build import describe
@@ -175,7 +177,8 @@ def _sent(backend: str, asked: dict[str, Any], capabilities: frozenset[str]) -> 
     )
     match backend:
         case "anthropic":
-            return to_message(body)
+            dialect = dialect_of(backend, "", "claude-sonnet-4-5")
+            return to_message(fitted(body, dialect)[0], dialect)
         case "litellm":
             return ManagedBackend("x", model="m", capabilities=capabilities).arguments(request, _Litellm, False)
         case "local":

@@ -484,3 +484,39 @@ async def test_an_alias_that_cannot_chat_has_no_verifier(open_a_world: Any, logg
     for _ in range(2):
         assert (await judge.judge(QAPair("How?", "Press it."), QAPair("How so?", "A press."))).why == NO_ANSWER
     assert [event["model"] for event in logged if event["event"] == "no_verifier"] == ["mock"]
+
+
+def moments(world: World) -> list[list[str]]:
+    """The requests of each question for those that move."""
+    return [[each["request"] for each in one["requests"]] for one in seen(world) if "requests" in one]
+
+
+@pytest.mark.parametrize(
+    ("word", "is_kept"), [("3, 4", False), ("4", True), ("0", True), ("1, 2, 3, 4", True), ("I can't tell", True)]
+)
+async def test_an_answer_that_moves_lives_a_moment(open_a_world: Any, word: str, is_kept: bool) -> None:
+    """The verifier names it among other requests, two of them known; who is wrong about one of these is not heard."""
+    world = await open_a_world(models=MODELS, cache={"verifier": "small", "moving_ttl_s": 1})
+    says(world, word)
+    for content in (SECOND, FIRST):
+        assert (await world.ask(content)).cache == "miss"
+    await until(lambda: bool(moments(world)))
+    assert moments(world)[0][1:-1] == [SECOND, FIRST]
+    assert (await world.ask(SECOND)).cache == "exact"
+    await world.quiet()
+    assert len(moments(world)) == (1 if word in ("3, 4", "4") else 2)  # asked again where it was not heard
+    world.clock.passes(2.0)
+    assert (await world.ask(FIRST)).cache == ("exact" if is_kept else "miss")
+    assert (await world.ask(SECOND)).cache == "exact"
+
+
+async def test_what_a_request_forbids_is_not_asked_about_its_moment(open_a_world: Any) -> None:
+    """Neither `verify: off` nor an answer that is not stored, nor one that a word places in time, is asked about."""
+    world = await open_a_world(models=MODELS, cache={"verifier": "small", "moving_ttl_s": 1})
+    says(world, "0")
+    await world.ask(FIRST, cache={"verify": "off"})
+    await world.ask(SECOND, cache={"no-store": True})
+    await world.ask("What is the weather today?")
+    await world.ask(THIRD)
+    await until(lambda: bool(moments(world)))
+    assert {tuple(shown[1:-1]) for shown in moments(world)} == {(THIRD,)}

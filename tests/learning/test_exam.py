@@ -104,3 +104,15 @@ async def test_checks_correct_the_share_of_false_yes() -> None:
     for _ in range(100):
         other.check(0.02, is_wrong=False)
     assert other.false_yes < before / 2
+
+
+@pytest.mark.parametrize(
+    ("share", "low", "high"), [(0.02, 0.03, 0.03), (0.05, 0.03, 0.031), (0.15, 0.08, 0.11), (0.5, 0.3, 0.5)]
+)
+def test_a_yes_to_unlikely_answers_makes_false_yes_likelier(share: float, low: float, high: float) -> None:
+    """Of answers that are right one time in twenty each yes beyond these counts; fewer make the verifier no better."""
+    one = exam()
+    for number in range(200):
+        one.learn(0.05, is_yes=number < share * 200)
+        one.learn(0.5, is_yes=True)
+    assert low <= one.false_yes <= high + 1e-9

@@ -173,3 +173,24 @@ async def test_a_confirmation_is_put_otherwise(word: str, is_right: bool | None)
     assert await Verifier("small", model.ask).confirm("How so?", stored) is is_right
     asked = json.loads(model.bodies[0]["messages"][1]["content"])
     assert asked["differing"] == [{"new": "Plan: B", "old": "Plan: A"}]
+
+
+@pytest.mark.parametrize(
+    ("word", "moving"),
+    [
+        ("2", {1}),
+        (" 1, 3 ", {0, 2}),
+        ("1,3.", {0, 2}),
+        ("0", set()),
+        ("4", None),
+        ("2 of them", None),
+        ("none", None),
+        ("", None),
+    ],
+)
+async def test_requests_that_move_are_named_by_number(word: str, moving: set[int] | None) -> None:
+    """Numbers alone are a word, each of a request that was shown; whatever else comes back says nothing."""
+    model = Chooser(word)
+    assert await Verifier("small", model.ask).moving(["a", "b", "c"]) == moving
+    shown = json.loads(model.bodies[0]["messages"][1]["content"])
+    assert shown == {"requests": [{"number": n, "request": text} for n, text in enumerate("abc", 1)]}

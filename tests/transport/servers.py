@@ -57,7 +57,9 @@ async def read_request(reader: asyncio.StreamReader) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def serve(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[Served]:
+async def serve(
+    script: Script, tls: ssl.SSLContext | None = None, socket_path: Path | None = None
+) -> AsyncIterator[Served]:
     """A server that runs `script` for each request of each connection; a true result closes the connection."""
     served = Served(0)
 
@@ -77,8 +79,11 @@ async def serve(script: Script, tls: ssl.SSLContext | None = None) -> AsyncItera
         writer.close()
         served.closed[number].set()
 
-    server = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=tls, limit=1 << 20)
-    served.port = server.sockets[0].getsockname()[1]
+    if socket_path is None:
+        server = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=tls, limit=1 << 20)
+        served.port = server.sockets[0].getsockname()[1]
+    else:
+        server = await asyncio.start_unix_server(connected, socket_path)
     try:
         yield served
     finally:

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -447,6 +448,21 @@ async def test_a_base_url_may_have_a_path_and_a_query(base: str, line: bytes) ->
         head = served.requests[0][1]
         assert head.split(b"\r\n")[0] == line
         assert b"\r\nHost: 127.0.0.1:%d\r\n" % served.port in head
+
+
+async def test_a_base_url_may_name_a_unix_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request goes to the socket, by no proxy, and its connection is kept; without a server nobody is reached."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    async with started(f"http://unix:{tmp_path}/s.sock:/v1") as backend:
+        async with serve(always(GOOD), socket_path=tmp_path / "s.sock") as served:
+            for _ in range(2):
+                assert b"hi" in await asked(backend)
+        assert [number for number, _ in served.requests] == [0, 0]
+        head = served.requests[0][1]
+        assert head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n")
+    async with started(f"http://unix:{tmp_path}/none.sock:/v1") as backend:
+        with pytest.raises(BackendUnavailable, match="cannot be reached"):
+            await asked(backend)
 
 
 def test_how_hosts_are_named() -> None:

@@ -22,7 +22,6 @@ from gateway.wire.errors import BadRequest
 from gateway.wire.requests import decode_strictly
 from gateway.wire.types import CHAT, Kind
 
-BASE_URL = "https://api.anthropic.com"
 _VERSION = "2023-06-01"
 _COUNT = Kind("count_tokens", "/messages/count_tokens", "messages", is_plain=True)
 _COUNT_S = 10.0
@@ -92,6 +91,6 @@ class AnthropicBackend(OpenAIBackend):
         return msgspec.json.encode(fields | changes)
 
     def _body(self, request: BackendRequest) -> dict[str, Any]:
-        body = to_message(request.body) | {"model": request.model or self._model}
+        body = to_message(request.body, request.dialect) | {"model": request.model or self._model}
         body.pop("stream", None)
         return body | ({"stream": True} if request.is_stream else {})

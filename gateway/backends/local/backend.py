@@ -69,24 +69,15 @@ class LocalBackend:
     async def aclose(self) -> None:
         await self.engine.aclose()
 
-    async def tokenize(
-        self, body: dict[str, Any], *, has_special: bool, opens_answer: bool, wants_texts: bool
-    ) -> tuple[list[int], list[str] | None]:
+    async def tokenize(self, body: dict[str, Any], **flags: bool) -> tuple[list[int], list[str] | None]:
         """Return the token ids of the body's `prompt`, else of its `messages` with the chat
-        template.
+        template, and the tokens' texts if they are wanted.
 
-        Also returns the tokens' texts if `wants_texts`. Raises BackendError.
+        `flags` are those of `TokenizeCall`. Raises BackendError.
         """
         prompt = body.get("prompt")
         messages = None if prompt is not None else messages_of(body)
-        tokenize = TokenizeCall(
-            prompt=prompt,
-            messages=messages,
-            has_special=has_special,
-            opens_answer=opens_answer,
-            wants_texts=wants_texts,
-        )
-        reply = await _within(self.engine.tokenize(tokenize))
+        reply = await _within(self.engine.tokenize(TokenizeCall(prompt=prompt, messages=messages, **flags)))
         return reply.token_ids, reply.texts
 
     async def detokenize(self, token_ids: list[int]) -> str:

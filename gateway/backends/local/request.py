@@ -18,15 +18,27 @@ from gateway.wire.types import CHAT, prompts_of
 from local_engine import GenerateRequest, Grammar, SamplingParams
 from local_engine.messages import ANY_TOOL as ANY
 
+_PREDICTION_CHARS_MAX = 64 << 10  # the engine splits it into tokens between two steps
 _SEED_MASK = (1 << 63) - 1
 _PRIORITY_FLEX = 1  # OpenAI's tier for work that can wait
 _SAMPLING = SamplingParams.__struct_fields__
 _TOP_P_MIN = 1e-6  # OpenAI allows 0, meaning the likeliest token
 
 
+class _Part(msgspec.Struct):
+    text: str = ""
+
+
+class _Prediction(msgspec.Struct):
+    content: str | list[_Part] = ""
+
+
 class _Parameters(msgspec.Struct):
     """The fields of chats and completions that the engine uses. Extensions have vLLM's names."""
 
+    priority: int | None = None
+    cache_salt: str | None = None
+    prediction: _Prediction | None = None
     n: int | None = None
     best_of: int | None = None
     temperature: float | None = None
@@ -61,9 +73,9 @@ def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
     shared: dict[str, Any] = {
         "n": parameters.n or 1,
         "best_of": parameters.best_of,
-        "salt": request.salt,
-        "priority": _PRIORITY_FLEX if body.get("service_tier") == "flex" else 0,
-        "reference": request.draft or None,
+        "salt": request.salt + (parameters.cache_salt or "").encode(),
+        "priority": parameters.priority or (_PRIORITY_FLEX if body.get("service_tier") == "flex" else 0),
+        "reference": request.draft or _predicted(parameters.prediction),
         "prefix": request.prefix,
         "grammar": _grammar_of(body),
     }
@@ -80,6 +92,15 @@ def engine_requests(request: BackendRequest) -> list[GenerateRequest]:
         )
         for prompt in prompts_of(body)
     ]
+
+
+def _predicted(prediction: _Prediction | None) -> str | None:
+    """The text of OpenAI's `prediction` ("Predicted Outputs"), with which the answer may share
+    passages.
+    """
+    content = prediction.content if prediction is not None else ""
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    return text[:_PREDICTION_CHARS_MAX] or None
 
 
 def _of_chat(parameters: _Parameters) -> SamplingParams:

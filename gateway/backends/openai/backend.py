@@ -17,11 +17,12 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from gateway.backends.base import BackendRejected, BackendRequest, BackendUnavailable, Load
+from gateway.backends.fitting import said
 from gateway.backends.openai.errors import Translator
 from gateway.backends.openai.stream import EventReader, OpenAIStream
 from gateway.transport.http_client import Exchange
-from gateway.transport.http_pool import Origin, Pool, basic, proxy_authorization, proxy_of
-from gateway.wire.types import CHAT, KINDS, RESPONSE
+from gateway.transport.http_pool import Origin, Pool, basic, proxy_authorization, proxy_of, split_socket
+from gateway.wire.types import CHAT, KINDS
 
 _SET_ANEW = frozenset({"cache", "stream", "stream_options"})  # `cache` is Sameway's own
 _FRAMING = frozenset({"connection", "content-length", "transfer-encoding", "upgrade", "expect", "te", "trailer"})
@@ -70,6 +71,7 @@ class OpenAIBackend:
         self._wall_clock = wall_clock
         self._translate = Translator(api_key, wall_clock)
         self._media = "application/json"
+        self._socket_path, base_url = split_socket(base_url)
         self._url, self._headers = urlsplit(base_url), dict(headers or {})
         self._heads: dict[str, bytes] = {}  # by a kind's own path, once it was sent to
         self._unready = unready or self._fields()[1]
@@ -83,6 +85,7 @@ class OpenAIBackend:
             url.port or (443 if url.scheme == "https" else 80),
             url.scheme == "https",
             proxy_of(url.scheme, host),
+            self._socket_path,
         )
 
     def _fields(self, client_headers: Iterable[tuple[str, str]] = ()) -> tuple[dict[str, tuple[str, str]], str]:
@@ -180,9 +183,6 @@ class OpenAIBackend:
         body = {**request.body, "model": request.model or self._model}
         if request.kind.is_plain:
             body.pop("cache", None)
-            for name in ("max_completion_tokens", "max_tokens") if request.kind is RESPONSE else ():
-                if (length := body.pop(name, None)) is not None:  # a budget's
-                    body["max_output_tokens"] = length
             return body
         if request.prefix:
             body |= request.prefilled
@@ -196,7 +196,7 @@ class OpenAIBackend:
             body["stream_options"] = {**(request.body.get("stream_options") or {}), "include_usage": True}
         if self._is_salted:
             body["cache_salt"] = _salt(request.salt, body.get("cache_salt"))
-        return body
+        return said(body, request.dialect)
 
     def _admit(self, request: BackendRequest) -> Exchange:
         """Build the exchange of a request, and count it as running. Raises BackendError."""

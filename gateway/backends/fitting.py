@@ -1,0 +1,214 @@
+"""Says a request in a server's dialect, and reads what the answer repeats of it back.
+
+The length gets the server's name; names of tools and ids of calls beyond its limits are replaced,
+in the tools, in the history and in what chooses one, and the answer's names are replaced back; a
+field that the server refuses is left out where it changes no answer, and refused by its name where
+it does. Shapes: OpenAI API reference, "Create chat completion". Knows no HTTP and no deployments.
+Invariant: no field of the client's that changes an answer is left out.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from gateway.backends.dialect import LENGTHS, MAX_COMPLETION_TOKENS, MAX_TOKENS, Dialect
+from gateway.backends.refusals import unfit
+from gateway.wire.types import CHAT, RESPONSE, Chunk, Kind
+
+_DELIVERY = """
+    cache stream stream_options seed store user metadata prompt_cache_key prompt_cache_retention safety_identifier
+    service_tier
+"""
+DELIVERY = frozenset(_DELIVERY.split())
+"""Fields that say how an answer is sent, billed or attributed, or that OpenAI calls best effort."""
+
+# fmt: off
+IDLE: Mapping[str, Any] = {
+    "audio": {}, "frequency_penalty": 0, "functions": [], "logit_bias": {}, "logprobs": False, "modalities": ["text"], "n": 1,
+    "parallel_tool_calls": True, "presence_penalty": 0, "response_format": {"type": "text"}, "stop": [], "temperature": 1,
+    "tool_choice": "auto", "tools": [], "top_logprobs": 0, "top_p": 1, "verbosity": "medium",
+}
+# fmt: on
+"""Values that change no answer, by their field."""
+
+_JSON_TOOL = "json_answer"  # its arguments are the answer, where a server has no other JSON mode
+_HASH_CHARS = 9
+_NO_NAMES: dict[str, str] = {}
+
+
+def with_length(body: dict[str, Any], dialect: Dialect, kind: Kind, tokens: int | None = None) -> dict[str, Any]:
+    """`body` with one length, under the server's name: `tokens`, else the client's, else none."""
+    tokens_asked = tokens
+    if tokens_asked is None and kind is CHAT:
+        tokens_asked = body.get(MAX_COMPLETION_TOKENS) or body.get(MAX_TOKENS)
+    if tokens_asked is None:
+        return body
+    name = dialect.length if kind is CHAT else "max_output_tokens" if kind is RESPONSE else MAX_TOKENS
+    if name in body and body[name] == tokens_asked and sum(one in body for one in LENGTHS) <= 1:
+        return body
+    return {one: value for one, value in body.items() if one not in LENGTHS} | {name: tokens_asked}
+
+
+def said(body: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """A chat without the fields and roles that the server refuses.
+
+    Raises BackendUnfit with a field that changes the answer.
+    """
+    for name in dialect.unknown.intersection(body):
+        value = body[name]
+        if value is not None and name not in DELIVERY and value != IDLE.get(name):
+            raise unfit(f"`{name}` is not supported by this model's API", name)
+    body = {name: value for name, value in body.items() if name not in dialect.unknown}
+    if dialect.unknown_in_messages or not dialect.has_developer_role:
+        body["messages"] = [_message(message, dialect) for message in body["messages"]]
+    return body
+
+
+def _message(message: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
+    """A message without what earlier answers of other servers left in it."""
+    message = {name: value for name, value in message.items() if name not in dialect.unknown_in_messages}
+    is_foreign = message.get("role") == "developer" and not dialect.has_developer_role
+    return message | {"role": "system"} if is_foreign else message
+
+
+def fitted(body: dict[str, Any], dialect: Dialect) -> tuple[dict[str, Any], dict[str, str]]:
+    """A chat with names and ids that the server takes, and the client's names by those."""
+    if not (dialect.tool_name or dialect.call_id):
+        return body, _NO_NAMES
+    is_json = body.get("response_format") == {"type": "json_object"} and not body.get("tools")
+    if is_json and not dialect.has_json_mode and dialect.can_force_tools:
+        return _by_tool(fitted(body | {"response_format": None}, dialect)[0]), {_JSON_TOOL: ""}
+    names = {}
+    if dialect.tool_name and (body.get("tools") or any(map(_calls, body["messages"]))):
+        names = _short_names(_names(body), dialect.tool_name)
+    changed = dict(body)
+    if names:
+        changed["tools"] = [_named(tool, names) for tool in body.get("tools") or ()] or None
+        changed["tool_choice"] = _named(body.get("tool_choice"), names)
+        changed["messages"] = [_renamed(message, names) for message in body["messages"]]
+        changed = {name: value for name, value in changed.items() if value is not None or name in body}
+    if dialect.call_id:
+        changed["messages"] = _with_ids(changed["messages"], dialect)
+    return changed, {short: name for name, short in names.items()}
+
+
+def _by_tool(body: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": _JSON_TOOL, "description": "Takes the answer, a JSON object.", "parameters": {"type": "object"}}
+    choice = {"type": "function", "function": {"name": _JSON_TOOL}}
+    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": choice, "parallel_tool_calls": False}
+    return {name: value for name, value in body.items() if name != "response_format"} | tools
+
+
+def restored(chunk: Chunk, names: Mapping[str, str]) -> Chunk:
+    """A chunk of the answer, with the client's names of its tools, or a JSON tool's call as a text."""
+    datas = [_restored(data, names) for data in chunk.each()]
+    reasons = chunk.finish_reasons
+    if _JSON_TOOL in names:
+        reasons = tuple("stop" if reason == "tool_calls" else reason for reason in reasons)
+    return msgspec.structs.replace(chunk, data=b"\n".join(datas), finish_reasons=reasons)
+
+
+def _restored(data: bytes, names: Mapping[str, str]) -> bytes:
+    if b'"name"' not in data and _JSON_TOOL not in names:
+        return data
+    answer = msgspec.json.decode(data)
+    for choice in answer.get("choices") or ():
+        piece = choice.get("delta") or choice.get("message") or {}
+        functions = [
+            one for call in _calls(piece) if isinstance(one := call.get("function") or call.get("custom"), dict)
+        ]
+        if _JSON_TOOL in names:
+            if piece.pop("tool_calls", None):
+                piece["content"] = "".join(str(function.get("arguments") or "") for function in functions)
+            choice["finish_reason"] = {"tool_calls": "stop"}.get(
+                choice.get("finish_reason"), choice.get("finish_reason")
+            )
+        for function in functions:
+            if function.get("name") in names:
+                function["name"] = names[function["name"]]
+    return msgspec.json.encode(answer)
+
+
+def _calls(message: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else ()
+
+
+def _names(body: Mapping[str, Any]) -> list[str]:
+    """The names of a chat's tools, and of those that its history called."""
+    named = [*(body.get("tools") or ()), *(call for message in body["messages"] for call in _calls(message))]
+    parts = [part for one in named if isinstance(one, dict) for part in (one.get("function"), one.get("custom"))]
+    return [name for part in parts if isinstance(part, dict) and isinstance(name := part.get("name"), str)]
+
+
+def _short_names(names: Sequence[str], pattern: str) -> dict[str, str]:
+    """A name that fits for each of `names` that does not; no two are alike."""
+    return {name: _short(name, pattern) for name in names if name and not re.fullmatch(pattern, name)}
+
+
+def _short(name: str, pattern: str) -> str:
+    """The longest beginning of `name` that fits together with its digest."""
+    digest = blake2b(name.encode("utf-8", "replace"), digest_size=8).hexdigest()[:_HASH_CHARS]
+    clean = re.sub(r"[^a-zA-Z0-9_-]", "_", name)
+    for head in (f"{clean[:length]}_" for length in range(len(clean), 0, -1)):
+        if re.fullmatch(pattern, head + digest):
+            return head + digest
+    return f"t_{digest}" if re.fullmatch(pattern, f"t_{digest}") else digest
+
+
+def _named(part: Any, names: Mapping[str, str]) -> Any:
+    """A tool, a call or a choice of tools, with the names that fit."""
+    if not isinstance(part, dict):
+        return part
+    part = {name: _named(value, names) if name in _NESTED else value for name, value in part.items()}
+    if isinstance(listed := part.get("tools"), list):
+        part["tools"] = [_named(one, names) for one in listed]
+    return part | {"name": names[part["name"]]} if part.get("name") in names else part
+
+
+_NESTED = ("function", "custom", "allowed_tools")
+
+
+def _renamed(message: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    calls = _calls(message)
+    return message | {"tool_calls": [_named(call, names) for call in calls]} if calls else message
+
+
+def _with_ids(messages: list[dict[str, Any]], dialect: Dialect) -> list[dict[str, Any]]:
+    """`messages` with ids of calls that fit; a result has the id of the first call that waits for it."""
+    changed, taken = [], set[str]()
+    waiting, latest = dict[str, list[str]](), dict[str, str]()  # by the ids that were sent
+    for message in messages:
+        if calls := _calls(message):
+            renamed = []
+            for call in calls:
+                given = call.get("id")
+                key = given if isinstance(given, str) else ""
+                latest[key] = _fitting_id(key, dialect, taken)
+                waiting.setdefault(key, []).append(latest[key])
+                renamed.append({**call, "id": latest[key]})
+            if any(new["id"] != old.get("id") for new, old in zip(renamed, calls, strict=True)):
+                message = {**message, "tool_calls": renamed}
+        elif message.get("role") == "tool":
+            given = message.get("tool_call_id")
+            key = given if isinstance(given, str) else ""
+            new = waiting[key].pop(0) if waiting.get(key) else latest.get(key, given)
+            message = message if new == given else {**message, "tool_call_id": new}
+        changed.append(message)
+    return changed
+
+
+def _fitting_id(given: str, dialect: Dialect, taken: set[str]) -> str:
+    """`given` if the server takes it, else an id made of it; where ids must differ, one that is new."""
+    number, fitting = 0, given
+    while not re.fullmatch(dialect.call_id, fitting) or (
+        fitting in taken and (dialect.are_call_ids_unique or not given)
+    ):
+        # nine letters and digits, which every server takes
+        fitting = blake2b(f"{given}#{number}".encode("utf-8", "replace"), digest_size=8).hexdigest()[:_HASH_CHARS]
+        number += 1
+    taken.add(fitting)
+    return fitting

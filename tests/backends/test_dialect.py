@@ -1,0 +1,71 @@
+"""What a server gets of a chat, in its dialect: left out, said otherwise, or refused by its name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.backends.base import BackendUnfit
+from gateway.backends.dialect import dialect_of
+from gateway.backends.openai.backend import OpenAIBackend
+from tests.backends.conftest import ask
+
+_USER = {"role": "user", "content": "hello"}
+
+
+def _sent(base_url: str, body: dict[str, Any], **how: Any) -> dict[str, Any]:
+    """The body that a server at `base_url` gets."""
+    backend = OpenAIBackend("one", base_url=base_url, model="m", capabilities=frozenset(), **how)
+    request = msgspec.structs.replace(ask(**body), dialect=dialect_of("openai", base_url, "m"))
+    sent: dict[str, Any] = json.loads(backend.payload(request))
+    return sent
+
+
+def test_a_field_that_changes_nothing_is_left_out() -> None:
+    """Where a server refuses what it does not know, an SDK's defaults cost no answer."""
+    idle = {"seed": 1, "user": "u", "store": False, "logprobs": False, "service_tier": "auto", "logit_bias": {}}
+    body = {"messages": [_USER], "temperature": 0.5, **idle}
+    assert _sent("https://api.mistral.ai/v1", body) == {
+        "messages": [_USER],
+        "temperature": 0.5,
+        "model": "m",
+        "stream": True,
+    }
+    assert _sent("http://127.0.0.1/v1", body)["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": True}, {"logit_bias": {"5": 1}}, {"verbosity": "low"}])
+def test_a_field_that_changes_the_answer_is_refused_by_its_name(fields: dict[str, Any]) -> None:
+    """Another deployment may honour it."""
+    with pytest.raises(BackendUnfit) as refused:
+        _sent("https://api.mistral.ai/v1", {"messages": [_USER], **fields})
+    assert refused.value.param == next(iter(fields))
+
+
+def test_a_salt_is_never_left_out() -> None:
+    """It keeps teams apart: a server that refuses it gets nothing."""
+    with pytest.raises(BackendUnfit):
+        _sent("https://api.mistral.ai/v1", {"messages": [_USER]}, is_salted=True)
+
+
+def test_roles_and_what_other_servers_left_in_messages_are_said_otherwise() -> None:
+    """A developer is the system, and the thoughts of another server's answer are for that server alone."""
+    thought = {"role": "assistant", "content": "hi", "reasoning_content": "hm", "refusal": None}
+    messages = [{"role": "developer", "content": "Be brief."}, _USER, thought]
+    sent = _sent("https://api.mistral.ai/v1", {"messages": messages})["messages"]
+    assert sent == [{"role": "system", "content": "Be brief."}, _USER, {"role": "assistant", "content": "hi"}]
+    assert _sent("http://127.0.0.1/v1", {"messages": messages})["messages"] == messages
+
+
+def test_what_is_known_is_told_with_its_source() -> None:
+    """Each line of `check-config --explain` says where it comes from."""
+    lines = dialect_of("openai", "https://api.mistral.ai/v1", "m", {"length": "max_completion_tokens"}).lines()
+    assert "length: max_completion_tokens (the operator's `dialect`)" in lines
+    assert any(line.startswith("call_id: ") and "docs.mistral.ai" in line for line in lines)
+    assert (
+        "length: max_tokens (the default: servers know the older name)"
+        in dialect_of("openai", "http://x/v1", "m").lines()
+    )
