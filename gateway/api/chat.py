@@ -34,7 +34,6 @@ from gateway.wire.fold import fold
 from gateway.wire.forms import Form, FormFiles, boundary_of
 from gateway.wire.sse import DONE, frame, frames
 from gateway.wire.types import CHAT, IMAGE_EDIT, Chunk, Kind
-from gateway.wire.usage import without_usage_at_start
 
 Respond = Callable[[asgi.Scope, asgi.Send], Awaitable[None]]
 """Sends the response to a request."""
@@ -243,7 +242,12 @@ class EventRenderer(Renderer):
 
 def event_of(name: str, fields: dict[str, Any]) -> bytes:
     """Encode a server-sent event with its name and its fields."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(fields))
+    return framed(name, msgspec.json.encode(fields))
+
+
+def framed(name: str, data: bytes) -> bytes:
+    """A server-sent event of its name and its data, which has one line."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
 def call_index(call: Mapping[str, Any], known_indexes: Collection[int], last_id: Any) -> int:
@@ -362,10 +366,8 @@ def _frames(chunks: Sequence[Chunk], wants_usage: bool) -> bytes:
         chunks = unfold(chunks[0].data)
     payloads: list[bytes] = []
     for chunk in chunks:
-        if chunk.has_content:
+        if chunk.has_content or wants_usage or not chunk.is_usage_only:
             payloads += chunk.each()
-        elif wants_usage or not chunk.is_usage_only:
-            payloads += map(without_usage_at_start, chunk.each())
     return frames(payloads)
 
 

@@ -1,4 +1,5 @@
-"""Converts the chunks of a chat completion into a message of Anthropic's API, or its events.
+"""Converts the chunks of a chat completion into a message of Anthropic's API, or its events; an
+answer of that API is repeated as it came.
 
 Shapes: Anthropic API reference, "Messages", "Streaming Messages" and "Errors". Knows no HTTP, no
 cache and no backend. Invariants: the whole message equals the message that its events build; one
@@ -11,12 +12,12 @@ from typing import Any
 import msgspec
 
 from cache import Entry
-from gateway.api.chat import EventRenderer, call_index, event_of
+from gateway.api.chat import EventRenderer, call_index, event_of, framed
 from gateway.journey.storing import chunks_of
-from gateway.wire.chunks import UNREADABLE, decoded, read
+from gateway.wire.chunks import decoded, read
 from gateway.wire.errors import ApiError
+from gateway.wire.messages import MessageFold, events_of
 from gateway.wire.types import Chunk
-from gateway.wire.usage import usage_of
 from policies import Usage
 
 _STOPS = {
@@ -41,7 +42,7 @@ _ERRORS = {
 
 class _ContentBlock:
     """One content block. `fields` are its fields at the start; `parts` are pieces of its text or of
-    a call's arguments.
+    a call's arguments that wait for the block's turn.
 
     A block of another type than text, thinking and tool_use is whole from the start.
     """
@@ -83,23 +84,12 @@ class _ContentBlock:
             return [{"type": "signature_delta", "signature": self.signature}]
         return [{"type": "citations_delta", "citation": citation} for citation in self.citations]
 
-    def whole(self) -> dict[str, Any]:
-        text = "".join(self.parts)
-        match self.kind:
-            case "tool_use":
-                return {**self.fields, "input": _input(text)}
-            case "thinking":
-                return {**self.fields, "thinking": text, "signature": self.signature}
-            case "text":
-                cited = {"citations": self.citations} if self.citations else {}
-                return {**self.fields, "text": text, **cited}
-        return self.fields
-
 
 class MessageRenderer(EventRenderer):
     """The renderer of one message. `model` is used if the chunks name no model.
 
-    `prompt_tokens` is an estimate, until the deployment counts them.
+    An answer of Anthropic's API is told as it came; the chunks that another deployment adds to it
+    go on in its blocks. `prompt_tokens` is an estimate, until the deployment counts them.
     """
 
     def __init__(self, model: str, is_stream: bool, request_id: str, prompt_tokens: int = 0) -> None:
@@ -107,27 +97,49 @@ class MessageRenderer(EventRenderer):
         self._model = model
         self._request_id = request_id
         self._key = request_id.removeprefix("req_")
+        self._folded = MessageFold()
         self._blocks: list[_ContentBlock] = []
         self._open: int | None = None  # the block that is growing on the wire; later ones wait for its end
         self._started = 0  # blocks that have begun on the wire
-        self._is_begun = False
+        self._is_begun = self._is_native_at_end = False
         self._stop: str | None = None
         self._stop_sequence: str | None = None
         self._is_refused = False
         self._usage = _usage(Usage(prompt_tokens, 0))
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
-        self.events(chunks if entry is None else chunks_of(entry))
-        ended = {"stop_reason": self._reason(), "stop_sequence": self._stop_sequence, "usage": self._usage}
-        content = [block.whole() for block in self._blocks]
-        return msgspec.json.encode({**self._message(), "content": content, **ended})
+        chunks = chunks if entry is None else chunks_of(entry)
+        if (native := chunks[0].native) and decoded(native)["type"] == "message":
+            return native
+        self.events(chunks)
+        self.end()
+        return msgspec.json.encode(self._folded.message())
+
+    def replay(self, entry: Entry) -> bytes:
+        chunks = chunks_of(entry)
+        counted = read(chunks[-1].data, chunks[-1].is_whole).usage if chunks[-1].data else None
+        self._usage = self._usage if counted is None else _usage(counted)
+        return self.events(chunks) + self.end()
 
     def events(self, chunks: Sequence[Chunk]) -> bytes:
+        """The next chunks of an answer, as events. Raises msgspec.DecodeError."""
         if not self._is_begun and (counted := next((c.usage for c in chunks if c.usage is not None), None)):
             self._usage = _usage(counted)
-        return super().events(chunks)
+        told = []
+        for chunk in chunks:
+            if chunk.native:
+                event = decoded(chunk.native)
+                for one in events_of(event) if event["type"] == "message" else ():
+                    self._pass(one, msgspec.json.encode(one))
+                if event["type"] != "message":
+                    self._pass(event, chunk.native)
+            elif not self._is_native_at_end:
+                told.append(super().events([chunk]))
+        return b"".join((*told, self._taken()))
 
     def end(self) -> bytes:
+        if self._is_native_at_end:
+            return self._taken()
         self._close()
         for position in range(self._started, len(self._blocks)):
             self._start(position)
@@ -142,6 +154,29 @@ class MessageRenderer(EventRenderer):
     def failed(self, error: ApiError) -> bytes:
         return event_of("error", {**error_fields_of(error), "request_id": self._request_id})
 
+    def _tell(self, event: str, **fields: Any) -> None:
+        if self._is_stream:
+            super()._tell(event, **fields)
+        else:
+            self._folded.add({"type": event, **fields})
+
+    def _pass(self, event: dict[str, Any], data: bytes) -> None:
+        """Tell an event of Anthropic's API as it came, and note what another deployment would go on with."""
+        match event["type"]:
+            case "message_start":
+                self._is_begun = True
+            case "content_block_start":
+                self._blocks.append(_ContentBlock(event["content_block"]))
+                self._open, self._started = event["index"], len(self._blocks)
+            case "content_block_stop" if self._open is not None:
+                self._open, self._blocks[-1].fields = None, {"type": "closed"}
+            case "message_stop":
+                self._is_native_at_end = True
+        if self._is_stream:
+            self._events.append(framed(event["type"], data))
+        else:
+            self._folded.add(event)
+
     # --- one chunk
 
     def _take(self, payload: bytes) -> None:
@@ -150,9 +185,6 @@ class MessageRenderer(EventRenderer):
         if not self._is_begun:
             self._is_begun = True
             self._model = piece.get("model") or self._model
-            started = piece.get("usage_at_start")
-            if started and (counted := usage_of(msgspec.json.encode(started))):
-                self._usage = _usage(counted)
             empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage}
             self._tell("message_start", message={**self._message(), **empty})
         if piece.get("usage"):
@@ -225,8 +257,9 @@ class MessageRenderer(EventRenderer):
         self._tell("content_block_start", index=position, content_block=self._blocks[position].opening())
 
     def _grow(self, position: int, text: str) -> None:
-        self._blocks[position].parts.append(text)
-        if position == self._open:
+        if position != self._open:
+            self._blocks[position].parts.append(text)
+        else:
             self._tell("content_block_delta", index=position, delta=self._blocks[position].delta(text))
 
     def _close(self) -> None:
@@ -252,18 +285,6 @@ class MessageRenderer(EventRenderer):
 def _plain(entry: dict[str, Any]) -> dict[str, Any]:
     """An entry of a chunk's list without its `index`."""
     return {name: value for name, value in entry.items() if name != "index"}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """The input of a call. Arguments that are not an object go under the key `INVALID_JSON`.
-
-    Source: Anthropic's guide, "Fine-grained tool streaming".
-    """
-    try:
-        value = decoded(arguments.encode() or b"{}")
-    except UNREADABLE:
-        value = None
-    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
