@@ -47,14 +47,13 @@ class _ContentBlock:
     A block of another type than text, thinking and tool_use is whole from the start.
     """
 
-    __slots__ = ("call", "citations", "fields", "parts", "signature")
+    __slots__ = ("call", "fields", "parts", "signature")
 
     def __init__(self, fields: dict[str, Any], call: int | None = None) -> None:
         self.fields = fields
         self.call = call  # the index of a tool call
         self.parts: list[str] = []
         self.signature = ""  # of a thinking block
-        self.citations: list[Any] = []  # of a text
 
     @property
     def kind(self) -> str:
@@ -80,9 +79,7 @@ class _ContentBlock:
         """The deltas before the block's end. A signature is required, but only Anthropic can make
         one.
         """
-        if self.kind == "thinking":
-            return [{"type": "signature_delta", "signature": self.signature}]
-        return [{"type": "citations_delta", "citation": citation} for citation in self.citations]
+        return [{"type": "signature_delta", "signature": self.signature}] if self.kind == "thinking" else []
 
 
 class MessageRenderer(EventRenderer):
@@ -125,7 +122,7 @@ class MessageRenderer(EventRenderer):
         """The next chunks of an answer, as events. Raises msgspec.DecodeError."""
         if not self._is_begun and (counted := next((c.usage for c in chunks if c.usage is not None), None)):
             self._usage = _usage(counted)
-        told = []
+        framed_events = []
         for chunk in chunks:
             if chunk.native:
                 event = decoded(chunk.native)
@@ -134,8 +131,8 @@ class MessageRenderer(EventRenderer):
                 if event["type"] != "message":
                     self._pass(event, chunk.native)
             elif not self._is_native_at_end:
-                told.append(super().events([chunk]))
-        return b"".join((*told, self._taken()))
+                framed_events.append(super().events([chunk]))
+        return b"".join((*framed_events, self._taken()))
 
     def end(self) -> bytes:
         if self._is_native_at_end:
@@ -192,7 +189,7 @@ class MessageRenderer(EventRenderer):
         for choice in piece.get("choices") or ():
             delta = choice.get("delta") or {}
             self._say("thinking", delta.get("reasoning_content") or delta.get("reasoning"))
-            self._say_natively(delta)
+            self._sign(delta.get("thinking_blocks"))
             self._say("text", delta.get("content"))
             if delta.get("refusal"):
                 self._is_refused = True
@@ -211,17 +208,13 @@ class MessageRenderer(EventRenderer):
         self._last(kind)
         self._grow(len(self._blocks) - 1, text)
 
-    def _say_natively(self, delta: dict[str, Any]) -> None:
-        """Add the fields that `backends.anthropic.answer` puts beside a chat completion's own."""
-        for thought in delta.get("thinking_blocks") or ():
+    def _sign(self, thoughts: Any) -> None:
+        """Add litellm's `thinking_blocks`: the signature of the thinking before, or redacted thinking."""
+        for thought in thoughts if isinstance(thoughts, list) else ():
             if thought.get("type") == "redacted_thinking":
-                self._begin(_ContentBlock(_plain(thought)))
+                self._begin(_ContentBlock({name: value for name, value in thought.items() if name != "index"}))
             elif thought.get("signature"):
                 self._last("thinking").signature += thought["signature"]
-        for block in delta.get("content_blocks") or ():
-            self._begin(_ContentBlock(_plain(block)))
-        if citations := delta.get("citations"):
-            self._last("text").citations += map(_plain, citations)
 
     def _last(self, kind: str) -> _ContentBlock:
         """The last block if it is of this kind, else a new one."""
@@ -280,11 +273,6 @@ class MessageRenderer(EventRenderer):
             return "refusal"
         has_calls = any(block.call is not None for block in self._blocks)
         return "tool_use" if has_calls and self._stop in (None, "end_turn") else self._stop or "end_turn"
-
-
-def _plain(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry of a chunk's list without its `index`."""
-    return {name: value for name, value in entry.items() if name != "index"}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -39,11 +39,11 @@ class MessageFold:
             case "content_block_delta":
                 self._grow(event["index"], event["delta"])
             case "message_delta":
-                usage, delta = event.get("usage") or {}, event["delta"]
-                told = {**{name: value for name, value in event.items() if name not in ("type", "delta")}, **delta}
-                told["usage"] = {**(self._fields.get("usage") or {}), **_known(usage)}
-                self._fields |= {name: value for name, value in told.items() if name in delta and name in _AT_END[:3]}
-                self._fields |= _known(told)
+                usage = {**(self._fields.get("usage") or {}), **_known(event.get("usage") or {})}
+                delta = event["delta"]
+                self._fields |= {name: delta[name] for name in _AT_END[:3] if name in delta}
+                self._fields |= _known({**event, **delta, "type": "message", "usage": usage})
+                self._fields.pop("delta")
 
     def _grow(self, index: int, delta: Mapping[str, Any]) -> None:
         block = self._blocks.get(index)
