@@ -18,7 +18,7 @@ from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.endpoint import Call
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header, media_headers
-from gateway.api.provider_ids import NamedObjects
+from gateway.api.provider_ids import NamedObjects, apart_from_cache
 from gateway.deployments.alias import Alias
 from gateway.journey.bodies import Body, ClientGone
 from gateway.journey.flight import Reply
@@ -124,6 +124,7 @@ class AnswerEndpoint:
             )
             body = self._pipeline.bodies.of(receive, headers, identity)
             turn, renderer = await self.read(Call(identity, arrival, headers, scope, body=body, send=send))
+            turn = apart_from_cache(turn, turn.body)
             if renderer.is_background:
                 respond_to = await self.begin(turn, renderer, identity)
                 is_apart = True

@@ -302,4 +302,5 @@ def error_fields_of(error: ApiError) -> dict[str, Any]:
     status = error.http_status
     kind = _CODES.get(error.error_code or "") or _ERRORS.get(status)
     kind = kind or ("invalid_request_error" if 400 <= status < 500 and status != 424 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": error.details} if error.details else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}

@@ -21,14 +21,14 @@ from gateway.api.chat import AnswerEndpoint, Renderer
 from gateway.api.endpoint import Call, ObjectEndpoint
 from gateway.api.headers import Headers, error_headers
 from gateway.api.message_events import MessageRenderer, error_fields_of
-from gateway.api.provider_ids import NamedObjects
+from gateway.api.provider_ids import NamedObjects, apart_from_cache
 from gateway.api.tokens import counted
 from gateway.backends.anthropic.backend import AnthropicBackend
 from gateway.backends.base import BackendError, Native
 from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Turn, turn_of
 from gateway.pipeline import Pipeline
-from gateway.wire.errors import ApiError, BadRequest, BeyondChat
+from gateway.wire.errors import ApiError, BadRequest, BeyondChat, ThreadUnsupported
 from gateway.wire.requests import (
     BOM,
     MESSAGES_MAX,
@@ -165,6 +165,7 @@ class Messages(InAnthropicsShape, AnswerEndpoint):
                 prompt_tokens_max=bound,
                 compacts=b"compact" in msgspec.json.encode(body.get("context_management")),
             )
+        turn = apart_from_cache(turn, {"diagnostics": body.get("diagnostics")})
         kept = {**marked, **answer, "model": turn.alias} if is_marked else None
         turn = msgspec.structs.replace(turn, native=native, demand=demand, marked=kept)
         estimated = demand.prompt_tokens
@@ -247,6 +248,10 @@ def _chat(request: PromptRequest, body: Mapping[str, Any]) -> dict[str, Any]:
 
     Fields of neither struct stay as they are. Raises BadRequest with the invalid field.
     """
+    if body.get("thread") is not None:
+        raise ThreadUnsupported
+    if body.get("container"):
+        raise BeyondChat("container", "`container` is not supported here: only Anthropic's API has containers")
     for name in ("n", "logprobs", "audio"):
         if body.get(name) and (name, body[name]) != ("n", 1):
             words = "a message is one text, without log probabilities; /v1/chat/completions has them"

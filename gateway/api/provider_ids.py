@@ -6,11 +6,15 @@ object that a provider gave to another team through `/passthrough`.
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from msgspec.structs import replace
+
+from cache.fingerprint import FIELDS
 from gateway.accounts.provider_ids import ProviderIds
+from gateway.journey.turn import Turn
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import UNSUPPORTED_MEDIA, BadRequest, NotFound, UnsupportedMediaType, shown
 from gateway.wire.forms import FormFiles
@@ -105,6 +109,16 @@ def ids_in(value: Any, excluded: Sequence[str] = ("metadata",), keys: re.Pattern
                 # a call of a tool has an id of its answer alone
                 if isinstance(id, str) and id and not id.startswith(("call_", "toolu_")):
                     yield id
+
+
+def apart_from_cache(turn: Turn, fields: Mapping[str, Any]) -> Turn:
+    """`turn`, which neither reads nor fills the cache if one of `fields` that is no known field of a
+    chat names what a provider keeps: the answer depends on that.
+    """
+    unknown = {name: given for name, given in fields.items() if name not in FIELDS}
+    if next(ids_in(unknown), None) is None:
+        return turn
+    return replace(turn, controls=replace(turn.controls, no_cache=True, no_store=True))
 
 
 def fields_of(value: Any, excluded: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:

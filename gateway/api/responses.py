@@ -114,6 +114,8 @@ class ResponseRequest(msgspec.Struct):
 _TEXT, _REASONING = frozenset({"format", "verbosity"}), frozenset({"effort", "summary", "generate_summary"})
 # they change no answer
 _DROPPED = frozenset({"client_metadata", "max_tool_calls", "stream_options"})
+# fields of no chat completion, which go to a provider's Responses API alone
+_NO_CHATS = ("access_programs", "background_options", "context_management", "image")
 # the fields with one supported value, and the way out of another
 _ONLY: Mapping[str, tuple[Any, str]] = {
     "n": (1, "a response is one answer, so send a request for each, or use /v1/chat/completions"),
@@ -299,7 +301,13 @@ def checked_items(items: list[dict[str, Any]]) -> list[Item]:
 
 def _chat(body: Mapping[str, Any], request: ResponseRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
     """The equivalent chat completion. Raises BadRequest with the invalid field."""
-    text, reasoning = request.text or {}, request.reasoning or {}
+    text, reasoning = request.text or {}, dict(request.reasoning or {})
+    for name, default in (("context", "auto"), ("mode", "standard")):
+        if reasoning.get(name) in (None, default):
+            reasoning.pop(name, None)
+    for name in _NO_CHATS:
+        if body.get(name) is not None:
+            raise BeyondChat(name, f"`{name}` is not supported here: only OpenAI's Responses API has it")
     for where, given, known_fields in (("text", text, _TEXT), ("reasoning", reasoning, _REASONING)):
         if further := given.keys() - known_fields:
             name = f"{where}.{min(further)}"

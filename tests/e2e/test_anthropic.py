@@ -376,6 +376,42 @@ def test_a_whole_answer_of_its_api_is_kept_and_repeated_as_it_came(
     assert len(server.seen) == 1
 
 
+def test_a_thread_is_refused_so_that_the_sdk_sends_the_whole_conversation(claude: Anthropic, server: Server) -> None:
+    """Its tool runner keeps threads at the provider by default; no team owns one here, and no cache sees it."""
+
+    @anthropic.beta_tool
+    def look(where: str) -> str:
+        """Look.
+
+        Args:
+            where: The place.
+        """
+        server.answer = message([{"type": "text", "text": "Sunny."}], "end_turn")
+        return f"sun in {where}"
+
+    server.answer = message([{"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"where": "Rome"}}])
+    question: Any = [{"role": "user", "content": f"Look, {next(_fresh)}"}]
+    last = claude.beta.messages.tool_runner(model="claude", max_tokens=99, tools=[look], messages=question).until_done()
+    assert last.content[0].type == "text"
+    sent = [json.loads(raw) for _, _, raw in server.seen]
+    assert [len(one["messages"]) for one in sent] == [1, 3]
+    assert not any("thread" in one for one in sent)
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        claude.beta.messages.count_tokens(model="claude", messages=question, extra_body={"thread": {"type": "create"}})
+    assert refused.value.body["error"]["details"]["error_code"] == "thread_unsupported_request"  # type: ignore[index]
+
+
+def test_what_names_the_providers_state_is_not_answered_from_the_cache(claude: Anthropic, server: Server) -> None:
+    """Nor is it kept for others, nor sent to another kind of server."""
+    asked: Any = {"model": "claude", "max_tokens": 9, "messages": [{"role": "user", "content": str(next(_fresh))}]}
+    for _ in range(2):
+        claude.messages.create(**asked, extra_body={"diagnostics": {"previous_message_id": "msg_1"}})
+    assert len(server.seen) == 2
+    for _ in range(2):
+        claude.messages.create(**asked, extra_body={"diagnostics": {"previous_message_id": None}})
+    assert len(server.seen) == 3
+
+
 def test_what_only_anthropics_api_says_needs_such_a_deployment(claude: Anthropic, server: Server) -> None:
     """A file by its id goes to the deployment that takes it, never to another one, and is kept apart in the cache."""
     document = {"type": "document", "source": {"type": "file", "file_id": "file_1"}}

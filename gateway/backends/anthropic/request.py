@@ -27,8 +27,8 @@ _TRANSLATED = """
     reasoning_effort user service_tier
 """
 # a zero or nothing at all changes no answer
-_REFUSED = ("presence_penalty", "frequency_penalty", "logit_bias", "functions", "function_call", "prediction", "audio")
-_KNOWN = frozenset({*_DELIVERY.split(), *_TRANSLATED.split(), *_REFUSED})
+_REFUSED = "presence_penalty frequency_penalty logit_bias functions function_call prediction audio thread"
+_KNOWN = frozenset({*_DELIVERY.split(), *_TRANSLATED.split(), *_REFUSED.split()})
 
 
 def to_message(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def to_message(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(body: Mapping[str, Any]) -> dict[str, Any]:
-    for name in _REFUSED:
+    for name in _REFUSED.split():
         if body.get(name):
             raise unfit(f"`{name}` is not supported by this model's API", name)
     check_verbosity(body)
