@@ -14,6 +14,7 @@ import msgspec
 from cache import Entry
 from gateway.api.chat import EventRenderer, call_index, event_of, framed
 from gateway.journey.storing import chunks_of
+from gateway.wire.carried import Carried
 from gateway.wire.chunks import decoded, read
 from gateway.wire.errors import ApiError
 from gateway.wire.messages import MessageFold, events_of
@@ -47,13 +48,12 @@ class _ContentBlock:
     A block of another type than text, thinking and tool_use is whole from the start.
     """
 
-    __slots__ = ("call", "fields", "parts", "signature")
+    __slots__ = ("call", "fields", "parts")
 
     def __init__(self, fields: dict[str, Any], call: int | None = None) -> None:
         self.fields = fields
         self.call = call  # the index of a tool call
         self.parts: list[str] = []
-        self.signature = ""  # of a thinking block
 
     @property
     def kind(self) -> str:
@@ -75,12 +75,6 @@ class _ContentBlock:
             return {"type": "input_json_delta", "partial_json": text}
         return {"type": f"{self.kind}_delta", self.kind: text}
 
-    def closing(self) -> list[dict[str, Any]]:
-        """The deltas before the block's end. A signature is required, but only Anthropic can make
-        one.
-        """
-        return [{"type": "signature_delta", "signature": self.signature}] if self.kind == "thinking" else []
-
 
 class MessageRenderer(EventRenderer):
     """The renderer of one message. `model` is used if the chunks name no model.
@@ -95,6 +89,7 @@ class MessageRenderer(EventRenderer):
         self._request_id = request_id
         self._key = request_id.removeprefix("req_")
         self._folded = MessageFold()
+        self._carried = Carried()
         self._blocks: list[_ContentBlock] = []
         self._open: int | None = None  # the block that is growing on the wire; later ones wait for its end
         self._started = 0  # blocks that have begun on the wire
@@ -143,6 +138,8 @@ class MessageRenderer(EventRenderer):
             if text := "".join(self._blocks[position].parts):
                 self._tell("content_block_delta", index=position, delta=self._blocks[position].delta(text))
             self._close()
+        self._carry()
+        self._close()
         delta = {"stop_reason": self._reason(), "stop_sequence": self._stop_sequence}
         self._tell("message_delta", delta=delta, usage=self._usage)
         self._tell("message_stop")
@@ -188,8 +185,8 @@ class MessageRenderer(EventRenderer):
             self._usage = _usage(read(payload).usage or Usage(0, 0))
         for choice in piece.get("choices") or ():
             delta = choice.get("delta") or {}
+            self._carried.add(delta)
             self._say("thinking", delta.get("reasoning_content") or delta.get("reasoning"))
-            self._sign(delta.get("thinking_blocks"))
             self._say("text", delta.get("content"))
             if delta.get("refusal"):
                 self._is_refused = True
@@ -208,14 +205,6 @@ class MessageRenderer(EventRenderer):
         self._last(kind)
         self._grow(len(self._blocks) - 1, text)
 
-    def _sign(self, thoughts: Any) -> None:
-        """Add litellm's `thinking_blocks`: the signature of the thinking before, or redacted thinking."""
-        for thought in thoughts if isinstance(thoughts, list) else ():
-            if thought.get("type") == "redacted_thinking":
-                self._begin(_ContentBlock({name: value for name, value in thought.items() if name != "index"}))
-            elif thought.get("signature"):
-                self._last("thinking").signature += thought["signature"]
-
     def _last(self, kind: str) -> _ContentBlock:
         """The last block if it is of this kind, else a new one."""
         if not self._blocks or self._blocks[-1].kind != kind:
@@ -229,8 +218,11 @@ class MessageRenderer(EventRenderer):
         index = call_index(call, positions, self._blocks[-1].fields.get("id") if self._blocks else None)
         if index not in positions:
             fields = {"type": "tool_use", "id": id or f"toolu_{self._key}_{index}"}
+            self._carried.add_call(fields["id"], call)
             self._begin(_ContentBlock({**fields, "name": (function or {}).get("name") or ""}, call=index))
             positions[index] = len(self._blocks) - 1
+        else:
+            self._carried.add_call(self._blocks[positions[index]].fields["id"], call)
         arguments = (function or {}).get("arguments")
         if isinstance(arguments, str) and arguments:
             self._grow(positions[index], arguments)
@@ -239,11 +231,20 @@ class MessageRenderer(EventRenderer):
 
     def _begin(self, block: _ContentBlock) -> None:
         """Add a block. It starts on the wire unless a call is open: calls may grow side by side."""
+        is_waiting = self._open is not None and self._blocks[self._open].call is not None
+        if not is_waiting:
+            self._close()
+        if block.kind != "thinking":
+            self._carry()
         self._blocks.append(block)
-        if self._open is not None and self._blocks[self._open].call is not None:
-            return
-        self._close()
-        self._start(len(self._blocks) - 1)
+        if not is_waiting:
+            self._close()
+            self._start(len(self._blocks) - 1)
+
+    def _carry(self) -> None:
+        """Begin a block for what the next turn needs, and no thinking before carries."""
+        if self._carried.is_pending:
+            self._begin(_ContentBlock({"type": "redacted_thinking", "data": self._carried.sealed()}))
 
     def _start(self, position: int) -> None:
         self._open, self._started = position, position + 1
@@ -258,7 +259,8 @@ class MessageRenderer(EventRenderer):
     def _close(self) -> None:
         if self._open is None:
             return
-        for delta in self._blocks[self._open].closing():
+        if self._blocks[self._open].kind == "thinking":
+            delta = {"type": "signature_delta", "signature": self._carried.sealed()}
             self._tell("content_block_delta", index=self._open, delta=delta)
         self._tell("content_block_stop", index=self._open)
         self._open = None

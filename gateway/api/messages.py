@@ -28,6 +28,7 @@ from gateway.backends.base import BackendError, Native
 from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Turn, turn_of
 from gateway.pipeline import Pipeline
+from gateway.wire.carried import is_sealed, restore
 from gateway.wire.errors import ApiError, BadRequest, BeyondChat, ThreadUnsupported
 from gateway.wire.requests import (
     BOM,
@@ -222,7 +223,26 @@ def _native(
     lacking_parts += _further(body.get("tool_choice") or {}, _Choice.__struct_fields__, "tool_choice")
     said: dict[str, Any] = {"blocks": lacking_parts, "betas": betas}
     said |= {"thinking": body.get("thinking"), "context_management": body.get("context_management")}
+    if b'"signature"' in raw or b'"redacted_thinking"' in raw:
+        raw = _without_sealed(body, raw)
     return Native(raw.removeprefix(BOM), version, betas, said if any(said.values()) else None, media)
+
+
+def _without_sealed(body: dict[str, Any], raw: bytes) -> bytes:
+    """`raw` without thinking of other servers, which Anthropic refuses: it has not signed that."""
+    turns = [
+        {**turn, "content": [block for block in turn["content"] if not _is_unsigned(block)]}
+        if isinstance(turn["content"], list)
+        else turn
+        for turn in body["messages"]
+    ]
+    return raw if turns == body["messages"] else msgspec.json.encode({**body, "messages": turns})
+
+
+def _is_unsigned(block: Any) -> bool:
+    if not isinstance(block, dict) or block.get("type") not in ("thinking", "redacted_thinking"):
+        return False
+    return not block.get("signature", block.get("data")) or is_sealed(block.get("signature", block.get("data")))
 
 
 def _translated(
@@ -404,6 +424,7 @@ def _dialogue(turns: list[_Said]) -> list[dict[str, Any]]:
 
 def _assistants(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
     texts, calls, mark = list[str](), list[dict[str, Any]](), dict[str, Any]()
+    carried, of_calls = dict[str, Any](), dict[str, dict[str, Any]]()
     for number, block in enumerate(blocks):
         match block:
             case {"type": "text", "text": str(text)}:
@@ -413,11 +434,13 @@ def _assistants(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
                 arguments = msgspec.json.encode(given).decode()
                 function = {"name": name, "arguments": arguments}
                 calls.append({"id": id, "type": "function", "function": function, **_mark(block)})
-            case {"type": "thinking" | "redacted_thinking"}:  # chat completions have no field for it
-                continue
+            case {"type": "thinking" | "redacted_thinking"}:  # others' have no field in a chat completion
+                restore(carried, of_calls, block.get("signature") or block.get("data"), block.get("thinking") or "")
             case _:
                 raise _no_such_block(block, f"{where}[{number}]", "text, tool_use, thinking, redacted_thinking")
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None, **mark}
+    message |= carried
+    calls = [{**of_calls.get(call["id"], {}), **call} for call in calls]
     return {**message, "tool_calls": calls} if calls else message
 
 

@@ -17,6 +17,7 @@ from gateway.api.chat import EventRenderer, call_index, event_of
 from gateway.api.memory import Keeping, kept_id
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Arrival
+from gateway.wire.carried import Carried
 from gateway.wire.chunks import UNREADABLE, decoded, read
 from gateway.wire.errors import ApiError
 from gateway.wire.sse import Splitter
@@ -109,6 +110,7 @@ class ResponseRenderer(EventRenderer):
         self._tokens: list[Any] = []
         # by their index: item, pieces of arguments
         self._calls: dict[int, tuple[int, list[str]]] = {}
+        self._carried = Carried()
         self._number = 0
 
     async def keep(self) -> None:
@@ -142,6 +144,7 @@ class ResponseRenderer(EventRenderer):
             else:
                 item["action"] |= _shell_action(text)
             self._close_item(position)
+        self._carry()
         if self._response["status"] == "in_progress":
             self._response["status"] = "completed"
         self._tell(f"response.{self._response['status']}", response=self._response)
@@ -181,6 +184,7 @@ class ResponseRenderer(EventRenderer):
             self._response["usage"] = _usage(payload)
         for choice in piece.get("choices") or ():
             delta = choice.get("delta") or {}
+            self._carried.add(delta)
             thought = delta.get("reasoning_content") or delta.get("reasoning")
             self._say(_REASONING, thought)
             # a response has log probabilities of text only
@@ -201,6 +205,8 @@ class ResponseRenderer(EventRenderer):
             return
         if self._kind is not kind:
             self._close_text()
+            if kind is not _REASONING:
+                self._carry()
             self._kind = kind
             item, part = self._add(deepcopy(kind.item)), deepcopy(kind.part)
             self._tell(f"response.{kind.part_events}.added", **self._place(-1, kind), part=part)
@@ -215,12 +221,21 @@ class ResponseRenderer(EventRenderer):
         self._output[-1]["content"][0]["logprobs"] += tokens
         return {"logprobs": tokens}
 
+    def _carry(self) -> None:
+        """End the growing text; add an item for what the next turn needs, and no reasoning before carries."""
+        self._close_text()
+        if self._carried.is_pending:
+            self._add({**deepcopy(_THOUGHT), "encrypted_content": self._carried.sealed()})
+            self._close_item(-1)
+
     def _close_text(self) -> None:
         kind, self._kind = self._kind, None
         if kind is None:
             return
         if kind is _TEXT:
             self._with_tokens()
+        if kind is _REASONING and (sealed := self._carried.sealed()):
+            self._output[-1]["encrypted_content"] = sealed
         part = self._output[-1][kind.parts][0]
         field = "refusal" if kind is _REFUSAL else "text"
         part[field] = "".join(self._texts)
@@ -241,8 +256,9 @@ class ResponseRenderer(EventRenderer):
         index = call_index(call, self._calls, self._output[-1].get("call_id") if self._output else None)
         body = body if isinstance(body, dict) else {}
         if index not in self._calls:
-            self._close_text()
             fields: dict[str, Any] = {"call_id": id or f"call_{self._key}_{index}"}
+            self._carried.add_call(fields["call_id"], call)
+            self._carry()
             if self._has_shell and body.get("name") == "local_shell":
                 fields |= {"type": "local_shell_call", "action": {"type": "exec", "command": [], "env": {}}}
             else:
@@ -250,6 +266,8 @@ class ResponseRenderer(EventRenderer):
                 fields |= {**_names(_text(body.get("name")), self._response["tools"]), field: ""}
             self._add(fields)
             self._calls[index] = (len(self._output) - 1, [])
+        else:
+            self._carried.add_call(self._output[self._calls[index][0]]["call_id"], call)
         position, pieces = self._calls[index]
         text = body.get(field)
         if isinstance(text, str) and text:

@@ -412,6 +412,17 @@ def test_what_names_the_providers_state_is_not_answered_from_the_cache(claude: A
     assert len(server.seen) == 3
 
 
+def test_another_servers_thinking_is_not_sent_to_anthropic(claude: Anthropic, server: Server) -> None:
+    """It has no signature of Anthropic's, which refuses the request for that; its own thinking stays."""
+    others = [{"type": "thinking", "thinking": "Hm", "signature": one} for one in ("", "sameway1.e30=")]
+    others.append({"type": "redacted_thinking", "data": "sameway1.e30="})
+    own: list[Any] = [{"type": "thinking", "thinking": "So", "signature": "EqQB"}, {"type": "text", "text": "Yes."}]
+    turns: Any = [{"role": "user", "content": str(next(_fresh))}, {"role": "assistant", "content": [*others, *own]}]
+    turns.append({"role": "user", "content": "And?"})
+    claude.messages.create(model="claude", max_tokens=9, messages=turns)
+    assert json.loads(server.seen[-1][2])["messages"][1]["content"] == own
+
+
 def test_what_only_anthropics_api_says_needs_such_a_deployment(claude: Anthropic, server: Server) -> None:
     """A file by its id goes to the deployment that takes it, never to another one, and is kept apart in the cache."""
     document = {"type": "document", "source": {"type": "file", "file_id": "file_1"}}
