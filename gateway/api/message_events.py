@@ -28,14 +28,14 @@ _STOPS = {
     "function_call": "tool_use",
     "content_filter": "refusal",
 }
-_CODES = {"insufficient_quota": "billing_error", "upstream_overloaded": "overloaded_error"}
+_STATUSES = {"upstream_overloaded": 529, "deployment_full": 529}  # by their codes, where no server gave a status
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    503: "overloaded_error",
     504: "timeout_error",
     529: "overloaded_error",
 }
@@ -292,6 +292,17 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
+def status_of(error: ApiError) -> int:
+    """The status of an error for a client of Anthropic's API, which knows more of them: a deployment's server's own,
+    where the same request may succeed later.
+    """
+    cause = error.cause or 0
+    if error.http_status < 500 and error.http_status != 429:
+        return error.http_status
+    is_told = cause in (408, 429) or 500 <= cause < 600
+    return cause if is_told else _STATUSES.get(error.error_code or "", error.http_status)
+
+
 def error_fields_of(error: ApiError) -> dict[str, Any]:
     """An error in Anthropic's shape; its message names the invalid field.
 
@@ -301,8 +312,8 @@ def error_fields_of(error: ApiError) -> dict[str, Any]:
     message = error.message if is_named else f"{error.param}: {error.message}"
     if error.raw_body is not None:
         message = msgspec.json.decode(error.raw_body)["error"]["message"]
-    status = error.http_status
-    kind = _CODES.get(error.error_code or "") or _ERRORS.get(status)
+    status = status_of(error)
+    kind = "billing_error" if error.error_code == "insufficient_quota" else _ERRORS.get(status)
     kind = kind or ("invalid_request_error" if 400 <= status < 500 and status != 424 else "api_error")
     details = {"details": error.details} if error.details else {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}}

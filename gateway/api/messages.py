@@ -20,7 +20,7 @@ from gateway.api import asgi
 from gateway.api.chat import AnswerEndpoint, Renderer
 from gateway.api.endpoint import Call, ObjectEndpoint
 from gateway.api.headers import Headers, error_headers
-from gateway.api.message_events import MessageRenderer, error_fields_of
+from gateway.api.message_events import MessageRenderer, error_fields_of, status_of
 from gateway.api.provider_ids import NamedObjects, apart_from_cache
 from gateway.api.tokens import counted
 from gateway.backends.anthropic.backend import AnthropicBackend
@@ -107,8 +107,7 @@ class InAnthropicsShape:
     async def send_error(send: asgi.Send, request_id: str, error: ApiError) -> None:
         headers = [*error_headers(request_id, error), (b"request-id", request_id.encode())]
         told = {**error_fields_of(error), "request_id": request_id}
-        status = _OVERLOADED if told["error"]["type"] == "overloaded_error" else error.http_status
-        await asgi.send_whole(send, status, headers, msgspec.json.encode(told))
+        await asgi.send_whole(send, status_of(error), headers, msgspec.json.encode(told))
 
     @staticmethod
     def named(send: asgi.Send) -> asgi.Send:
@@ -122,9 +121,6 @@ def _anthropics_id(start: asgi.Message) -> Headers:
     if start["status"] != 200:
         return []
     return [(b"request-id", value) for name, value in start["headers"] if name == b"x-request-id"]
-
-
-_OVERLOADED = 529
 
 
 class Messages(InAnthropicsShape, AnswerEndpoint):

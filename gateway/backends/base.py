@@ -18,7 +18,7 @@ into this tree in its own file; refusals.py maps the statuses that several backe
 Invariant: a stream ends after its finish reason, or raises.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -184,7 +184,9 @@ class BackendNotAsked(BackendUnavailable):
 
 
 class BackendOverloaded(BackendError):
-    """A 429, or a full queue: the deployment needs a pause."""
+    """A 429, or a full queue: the deployment needs a pause. `limits` are the provider's headers of its limits."""
+
+    limits: Mapping[str, str] = {}
 
 
 class BackendTimeout(BackendError):

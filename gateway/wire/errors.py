@@ -42,7 +42,7 @@ _NO_RETRY = {"x-should-retry": "false"}  # the official SDKs would send it again
 
 class ApiError(Exception):
     """The base of the client's errors. `headers` has lower-case names, and the class's
-    `own_headers`.
+    `own_headers`. `cause` is the status that a deployment's server answered with, if that is why.
     """
 
     status: ClassVar[int] = 500
@@ -65,6 +65,7 @@ class ApiError(Exception):
         self.error_code = code or self.code
         self.headers = {**self.own_headers, **(headers or {})}
         self.http_status = self.status
+        self.cause: int | None = None
         self.raw_body: bytes | None = None
 
     @property
