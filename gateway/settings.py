@@ -223,6 +223,9 @@ class DeploymentSettings(_Section):
     """openai, anthropic: methods and paths below `base_url` that clients may send under
     /passthrough/{name}/, such as `GET /vector_stores/*`, where `*` is an id that the provider gave
     to the team; a path that reports no tokens needs `price.request_usd`; default: none"""
+    is_traced: bool = True
+    """all but local: send it the headers `traceparent`, `tracestate` and `baggage` of a request, so
+    that its spans belong to the client's trace"""
     is_salted: bool = False
     """openai: send `cache_salt`, another one for each team, to a server that knows it (vLLM,
     SGLang), so that no team can learn from its prefix cache what another one asked"""
@@ -545,6 +548,9 @@ class Settings(_Section):
     name meanwhile"""
     client_stall_s: int = Field(300, ge=1)
     """an answer is ended where its client takes no byte for this long"""
+    is_pinged_early: bool = False
+    """begin a stream whose answer has not begun after 15 s, and send a comment or `ping` every 15 s,
+    as inside a stream; such a stream has status 200 whatever comes, and fewer headers"""
     log_format: Literal["auto", "json", "pretty"] = "auto"
     """`auto`: pretty on a terminal, else JSON"""
     log_prompts: bool = False

@@ -22,6 +22,7 @@ from gateway.wire.errors import ApiError, MethodNotAllowed, NotFound
 from gateway.wire.types import MEDIA
 
 _ADMIN_BODY_BYTES_MAX = 1 << 20
+_ID_BYTES_MAX = 200
 
 _AZURE_DEPLOYMENTS = "/openai/deployments/"
 _OF_DEPLOYMENTS = (
@@ -72,7 +73,10 @@ class Front:
             scope = {**scope, "path": plain}
             if model:
                 scope["path_params"] = {"model": model}
-        if b"origin" in map(_NAME, scope["headers"]):
+        names = dict(scope["headers"])
+        if given := names.get(b"x-request-id", b"")[:_ID_BYTES_MAX]:
+            send = _with_id(send, given)
+        if b"origin" in names:
             # decision: any-origin
             send = with_headers(send, lambda _: _SHARED)
         if scope["method"] == "OPTIONS":
@@ -85,6 +89,20 @@ class Front:
             await _errors_of(scope["path"], routes)(send, arrive("unknown").request_id, refusal)
         else:
             await endpoint(scope, receive, send)
+
+
+def _with_id(send: Send, given: bytes) -> Send:
+    """`send` that repeats the client's own id of a request; the gateway's has a name of its own then."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            named = [
+                (b"x-sameway-request-id" if name == b"x-request-id" else name, v) for name, v in message["headers"]
+            ]
+            message = {**message, "headers": [*named, (b"x-request-id", given)]}
+        await send(message)
+
+    return sent
 
 
 def _errors_of(path: str, routes: Routes) -> Any:

@@ -83,6 +83,8 @@ class MessageRenderer(EventRenderer):
     go on in its blocks. `prompt_tokens` is an estimate, until the deployment counts them.
     """
 
+    ping = event_of("ping", {"type": "ping"})
+
     def __init__(self, model: str, is_stream: bool, request_id: str, prompt_tokens: int = 0) -> None:
         super().__init__(is_stream)
         self._model = model

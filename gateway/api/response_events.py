@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cache import Entry
-from gateway.api.chat import EventRenderer, call_index, event_of
+from gateway.api.chat import COMMENT, EventRenderer, call_index, event_of
 from gateway.api.memory import Keeping, kept_id
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Arrival
@@ -302,6 +302,10 @@ class PassedResponseRenderer(ResponseRenderer):
     _last: Mapping[str, Any] | None = None
     _passed = b""
     _splitter: Splitter | None = None
+
+    @property
+    def ping(self) -> bytes:  # type: ignore[override]  # the provider's bytes may end inside an event
+        return COMMENT if not self._passed or self._passed.endswith(b"\n\n") else b""
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
         body = b"".join([one.data for one in (chunks if entry is None else chunks_of(entry))])

@@ -79,6 +79,7 @@ class BackendRequest(msgspec.Struct, frozen=True):
     native: Native | None = None
     passage: Passage | None = None  # where it goes, if not to the path of its kind
     upload: FormFiles | None = None  # the files of a form, whose fields are the body
+    trace: tuple[tuple[str, str], ...] = ()  # headers, which the deployment's own precede
     prefix: str = ""  # the beginning of the answer, which a deployment with `prefill` goes on with
 
     @property

@@ -101,6 +101,7 @@ def _request_to(deployment: Deployment, generation: Generation, *, is_alone: boo
         upload=turn.upload,
         passage=turn.passage,
         prefix=prefix,
+        trace=turn.trace if deployment.settings.is_traced else (),
     )
 
 

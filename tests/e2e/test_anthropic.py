@@ -54,7 +54,7 @@ def behind(
     config = {
         "models": {
             "claude": {"deployments": [{**claude, "name": "claude", "allow_fields": ["web_search"]}]},
-            "claude-test": {"deployments": [{**claude, "name": "same-name"}]},
+            "claude-test": {"deployments": [{**claude, "name": "same-name", "is_traced": False}]},
             "either": {"policy": "cheapest", "deployments": [free, deployment(upstream_process.url, "backup")]},
         }
     }
@@ -421,6 +421,19 @@ def test_another_servers_thinking_is_not_sent_to_anthropic(claude: Anthropic, se
     turns.append({"role": "user", "content": "And?"})
     claude.messages.create(model="claude", max_tokens=9, messages=turns)
     assert json.loads(server.seen[-1][2])["messages"][1]["content"] == own
+
+
+def test_a_trace_goes_on_at_the_deployment(claude: Anthropic, server: Server) -> None:
+    """Unless the operator forbids it; nothing else of a client's headers does."""
+    trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "baggage": "user=1"}
+    for model, expected in (("claude", trace), ("claude-test", {})):
+        asked: Any = [{"role": "user", "content": str(next(_fresh))}]
+        claude.messages.create(
+            model=model, max_tokens=9, messages=asked, extra_headers={**trace, "x-secret": "1", "x-request-id": "mine"}
+        )
+        headers = server.seen[-1][0]
+        assert {name: headers[name] for name in (*trace, "x-secret") if name in headers} == expected
+        assert headers["x-request-id"].startswith("req_")
 
 
 def test_what_only_anthropics_api_says_needs_such_a_deployment(claude: Anthropic, server: Server) -> None:
