@@ -64,7 +64,7 @@ class Front:
         methods = routes.get(path)
         if methods is None:
             plain, model = _as_v1(_plain(path))
-            methods = routes.get(plain) or routes.get("/".join(plain.split("/")[:3]) + "/*")
+            methods = routes.get(plain) or _below(plain, routes)
             if methods is None and plain != "/v1" and not plain.startswith("/v1/"):
                 body = self._bodies.of(receive, headers_of(scope), None)
                 plainly = _with_get({**scope, "path": plain or "/"})
@@ -89,6 +89,17 @@ class Front:
             await _errors_of(scope["path"], routes)(send, arrive("unknown").request_id, refusal)
         else:
             await endpoint(scope, receive, send)
+
+
+def _below(path: str, routes: Routes) -> Mapping[str, Endpoint] | None:
+    """The methods of a path with an id: those of the action that follows the id, where its endpoint knows actions."""
+    parts = path.split("/", 4)
+    methods, action = routes.get("/".join(parts[:3]) + "/*"), "".join(parts[4:])
+    actions = getattr(next(iter((methods or {}).values()), None), "actions", None)
+    if not methods or not actions:
+        return methods
+    allowed = actions.get(action) or actions.get(f"{action.rpartition('/')[0]}/*")
+    return allowed and {method: endpoint for method, endpoint in methods.items() if method in allowed}
 
 
 def _with_id(send: Send, given: bytes) -> Send:

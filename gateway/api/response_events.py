@@ -111,6 +111,7 @@ class ResponseRenderer(EventRenderer):
         # by their index: item, pieces of arguments
         self._calls: dict[int, tuple[int, list[str]]] = {}
         self._carried = Carried()
+        self._annotations: list[Any] = []  # whose text has not come
         self._number = 0
 
     async def keep(self) -> None:
@@ -182,6 +183,7 @@ class ResponseRenderer(EventRenderer):
             self._tell("response.in_progress", response=self._response)
         if piece.get("usage"):
             self._response["usage"] = _usage(payload)
+        self._response["service_tier"] = piece.get("service_tier") or self._response["service_tier"]
         for choice in piece.get("choices") or ():
             delta = choice.get("delta") or {}
             self._carried.add(delta)
@@ -194,6 +196,7 @@ class ResponseRenderer(EventRenderer):
                 self._tokens += tokens if isinstance(tokens, list) else ()
             self._say(_TEXT, delta.get("content"))
             self._say(_REFUSAL, delta.get("refusal"))
+            self._annotate(delta.get("annotations"))
             for call in delta.get("tool_calls") or ():
                 self._call(call)
             if (reason := _INCOMPLETE.get(choice.get("finish_reason"))) is not None:
@@ -227,6 +230,20 @@ class ResponseRenderer(EventRenderer):
         if self._carried.is_pending:
             self._add({**deepcopy(_THOUGHT), "encrypted_content": self._carried.sealed()})
             self._close_item(-1)
+
+    def _annotate(self, annotations: Any = None) -> None:
+        """Add the citations of a chat to the text that is growing, or keep them for the next one."""
+        self._annotations += annotations if isinstance(annotations, list) else ()
+        if self._kind is not _TEXT or not self._annotations:
+            return
+        annotations, self._annotations = self._annotations, []
+        shown = self._output[-1]["content"][0]["annotations"]
+        for one in annotations:
+            kind = one.get("type")
+            annotation = {"type": kind, **one[kind]} if isinstance(one.get(kind), dict) else one
+            place = {**self._place(-1, _TEXT), "annotation_index": len(shown)}
+            shown.append(annotation)
+            self._tell("response.output_text.annotation.added", **place, annotation=annotation)
 
     def _close_text(self) -> None:
         kind, self._kind = self._kind, None
