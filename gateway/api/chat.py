@@ -422,13 +422,21 @@ def _framed_with_usage(entry: Entry) -> bytes:
 
 
 def _frames(chunks: Sequence[Chunk], wants_usage: bool) -> bytes:
-    if chunks and chunks[0].is_whole:  # then it is the only one
+    is_unfolded = bool(chunks) and chunks[0].is_whole  # then it is the only one
+    if is_unfolded:
         chunks = unfold(chunks[0].data)
     payloads: list[bytes] = []
     for chunk in chunks:
-        if chunk.has_content or wants_usage or not chunk.is_usage_only:
+        if is_unfolded and wants_usage and not chunk.is_usage_only:
+            payloads.append(chunk.data[:-1] + _NO_USAGE + b"}")
+        elif chunk.has_content or wants_usage or not chunk.is_usage_only:
             payloads += chunk.each()
-    return frames(payloads)
+    body = frames(payloads)
+    # the gateway asks for usage itself, and OpenAI has the field where a client does
+    return body if wants_usage else body.replace(_NO_USAGE, b"").replace(b', "usage": null', b"")
+
+
+_NO_USAGE = b',"usage":null'
 
 
 class DisconnectWatcher:

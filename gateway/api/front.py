@@ -252,8 +252,10 @@ def document(app: FastAPI, paths: Mapping[str, Any], schemas: Mapping[str, Any])
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def operation(summary: str, body: Mapping[str, Any] | None, *, streams: bool = False) -> dict[str, Any]:
-    """An OpenAPI operation with OpenAI's error shape.
+def operation(
+    summary: str, body: Mapping[str, Any] | None, *, streams: bool = False, errors_of: str = "OpenAI"
+) -> dict[str, Any]:
+    """An OpenAPI operation with the error shape of a provider, `errors_of`.
 
     `body` is the JSON schema of its request; None: it has no body. `streams` adds server-sent
     events.
@@ -261,20 +263,23 @@ def operation(summary: str, body: Mapping[str, Any] | None, *, streams: bool = F
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
         content["text/event-stream"] = {"schema": _EVENT_SCHEMA}
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{_ERRORS[errors_of]}"}}}
     wrong = {"401": _WRONG["401"], "4XX": _WRONG["4XX"], "5XX": _WRONG["5XX"]} if body is None else _WRONG
-    errors = {status: {"description": f"{what}, in OpenAI's shape", "content": error} for status, what in wrong.items()}
+    described_errors = {
+        status: {"description": f"{what}, in {errors_of}'s shape", "content": error} for status, what in wrong.items()
+    }
     described: dict[str, Any] = {
         "summary": summary,
-        "tags": ["OpenAI"],
+        "tags": [errors_of],
         "security": [{"apiKey": []}],
-        "responses": {"200": {"description": "OK", "content": content}, **errors},
+        "responses": {"200": {"description": "OK", "content": content}, **described_errors},
     }
     if body is not None:
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return described
 
 
+_ERRORS = {"OpenAI": "ErrorBody", "Anthropic": "MessageError"}
 _WRONG = {
     "400": "The request is not valid",
     "401": "The API key is missing or wrong",
