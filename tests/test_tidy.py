@@ -52,7 +52,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2290, "gateway/accounts": 2480, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 3730,
+    "gateway": 2290, "gateway/accounts": 2480, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 3750,
     "gateway/backends": 2390, "gateway/batches": 1140, "gateway/deployments": 1260, "gateway/journey": 2920,
     "gateway/learning": 1390, "gateway/reconcile": 610, "gateway/telemetry": 1850, "gateway/transport": 600,
     "gateway/wire": 1830, "cache": 1080, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1240,

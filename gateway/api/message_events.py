@@ -6,7 +6,7 @@ cache and no backend. Invariants: the whole message equals the message that its 
 block is open at a time, and each is closed before the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -39,6 +39,10 @@ _ERRORS = {
     504: "timeout_error",
     529: "overloaded_error",
 }
+
+
+Own = Callable[[set[str]], Awaitable[None]]
+"""Notes the ids of a provider's objects as the team's."""
 
 
 class _ContentBlock:
@@ -80,13 +84,17 @@ class MessageRenderer(EventRenderer):
     """The renderer of one message. `model` is used if the chunks name no model.
 
     An answer of Anthropic's API is told as it came; the chunks that another deployment adds to it
-    go on in its blocks. `prompt_tokens` is an estimate, until the deployment counts them.
+    go on in its blocks, and `own` gets the id of its container. `prompt_tokens` is an estimate, until the deployment counts them.
     """
 
     ping = event_of("ping", {"type": "ping"})
 
-    def __init__(self, model: str, is_stream: bool, request_id: str, prompt_tokens: int = 0) -> None:
+    def __init__(
+        self, model: str, is_stream: bool, request_id: str, prompt_tokens: int = 0, own: Own | None = None
+    ) -> None:
         super().__init__(is_stream)
+        self._own, self.is_kept = own, own is not None
+        self._container: dict[str, Any] | None = None
         self._model = model
         self._request_id = request_id
         self._key = request_id.removeprefix("req_")
@@ -101,9 +109,14 @@ class MessageRenderer(EventRenderer):
         self._is_refused = False
         self._usage = _usage(Usage(prompt_tokens, 0))
 
+    async def keep(self) -> None:
+        if self._own is not None and self._container and isinstance(id := self._container.get("id"), str):
+            await self._own({id})
+
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
         chunks = chunks if entry is None else chunks_of(entry)
-        if (native := chunks[0].native) and decoded(native)["type"] == "message":
+        if (native := chunks[0].native) and (message := decoded(native))["type"] == "message":
+            self._container = message.get("container")
             return native
         self.events(chunks)
         self.end()
@@ -166,6 +179,8 @@ class MessageRenderer(EventRenderer):
                 self._open, self._started = event["index"], len(self._blocks)
             case "content_block_stop" if self._open is not None:
                 self._open, self._blocks[-1].fields = None, {"type": "closed"}
+            case "message_delta":
+                self._container = event["delta"].get("container")
             case "message_stop":
                 self._is_native_at_end = True
         if self._is_stream:

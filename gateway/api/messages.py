@@ -11,6 +11,7 @@ every error has Anthropic's shape.
 
 import contextlib
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -166,7 +167,8 @@ class Messages(InAnthropicsShape, AnswerEndpoint):
         kept = {**marked, **answer, "model": turn.alias} if is_marked else None
         turn = msgspec.structs.replace(turn, native=native, demand=demand, marked=kept)
         estimated = demand.prompt_tokens
-        return turn, MessageRenderer(request.model, turn.is_stream, call.arrival.request_id, estimated)
+        own = partial(self._objects.own, team_id=call.identity.team.id) if self._objects.have_owners else None
+        return turn, MessageRenderer(request.model, turn.is_stream, call.arrival.request_id, estimated, own)
 
 
 class CountTokens(InAnthropicsShape, ObjectEndpoint):

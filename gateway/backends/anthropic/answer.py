@@ -131,7 +131,7 @@ class MessageReader:
                 return [self._entry("citations", delta["citation"])]
             case "input_json_delta":
                 return self._arguments(index, delta["partial_json"])
-        return []
+        return [self._entry("content_blocks", delta)]  # of a later version
 
     def _arguments(self, index: int, text: str) -> list[bytes]:
         call = {"index": self._calls[index], "function": {"arguments": text}}
