@@ -41,7 +41,7 @@ _ERRORS = {
 }
 
 
-Own = Callable[[set[str]], Awaitable[None]]
+NoteIds = Callable[[set[str]], Awaitable[None]]
 """Notes the ids of a provider's objects as the team's."""
 
 
@@ -84,16 +84,16 @@ class MessageRenderer(EventRenderer):
     """The renderer of one message. `model` is used if the chunks name no model.
 
     An answer of Anthropic's API is told as it came; the chunks that another deployment adds to it
-    go on in its blocks, and `own` gets the id of its container. `prompt_tokens` is an estimate, until the deployment counts them.
+    go on in its blocks, and `note_ids` gets the id of its container. `prompt_tokens` is an estimate, until the deployment counts them.
     """
 
     ping = event_of("ping", {"type": "ping"})
 
     def __init__(
-        self, model: str, is_stream: bool, request_id: str, prompt_tokens: int = 0, own: Own | None = None
+        self, model: str, is_stream: bool, request_id: str, prompt_tokens: int = 0, note_ids: NoteIds | None = None
     ) -> None:
         super().__init__(is_stream)
-        self._own, self.is_kept = own, own is not None
+        self._note_ids, self.is_kept = note_ids, note_ids is not None
         self._container: dict[str, Any] | None = None
         self._model = model
         self._request_id = request_id
@@ -110,8 +110,8 @@ class MessageRenderer(EventRenderer):
         self._usage = _usage(Usage(prompt_tokens, 0))
 
     async def keep(self) -> None:
-        if self._own is not None and self._container and isinstance(id := self._container.get("id"), str):
-            await self._own({id})
+        if self._note_ids is not None and self._container and isinstance(id := self._container.get("id"), str):
+            await self._note_ids({id})
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
         chunks = chunks if entry is None else chunks_of(entry)

@@ -167,8 +167,8 @@ class Messages(InAnthropicsShape, AnswerEndpoint):
         kept = {**marked, **answer, "model": turn.alias} if is_marked else None
         turn = msgspec.structs.replace(turn, native=native, demand=demand, marked=kept)
         estimated = demand.prompt_tokens
-        own = partial(self._objects.own, team_id=call.identity.team.id) if self._objects.have_owners else None
-        return turn, MessageRenderer(request.model, turn.is_stream, call.arrival.request_id, estimated, own)
+        note_ids = partial(self._objects.own, team_id=call.identity.team.id) if self._objects.have_owners else None
+        return turn, MessageRenderer(request.model, turn.is_stream, call.arrival.request_id, estimated, note_ids)
 
 
 class CountTokens(InAnthropicsShape, ObjectEndpoint):
