@@ -84,7 +84,8 @@ class MessageRenderer(EventRenderer):
     """The renderer of one message. `model` is used if the chunks name no model.
 
     An answer of Anthropic's API is told as it came; the chunks that another deployment adds to it
-    go on in its blocks, and `note_ids` gets the id of its container. `prompt_tokens` is an estimate, until the deployment counts them.
+    go on in its blocks, and `note_ids` gets the id of its container. `prompt_tokens` is an
+    estimate, until the deployment counts them.
     """
 
     ping = event_of("ping", {"type": "ping"})
