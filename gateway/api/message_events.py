@@ -104,7 +104,7 @@ class MessageRenderer(EventRenderer):
         self._blocks: list[_ContentBlock] = []
         self._open: int | None = None  # the block that is growing on the wire; later ones wait for its end
         self._started = 0  # blocks that have begun on the wire
-        self._is_begun = self._is_native_at_end = False
+        self._is_begun = self._is_native_at_end = self._is_stopped = False
         self._stop: str | None = None
         self._stop_sequence: str | None = None
         self._is_refused = False
@@ -147,6 +147,8 @@ class MessageRenderer(EventRenderer):
 
     def end(self) -> bytes:
         if self._is_native_at_end:
+            if not self._is_stopped:  # some servers leave it out
+                self._tell("message_stop")
             return self._taken()
         self._close()
         for position in range(self._started, len(self._blocks)):
@@ -182,8 +184,9 @@ class MessageRenderer(EventRenderer):
                 self._open, self._blocks[-1].fields = None, {"type": "closed"}
             case "message_delta":
                 self._container = event["delta"].get("container")
+                self._is_native_at_end = event["delta"].get("stop_reason") is not None
             case "message_stop":
-                self._is_native_at_end = True
+                self._is_native_at_end = self._is_stopped = True
         if self._is_stream:
             self._events.append(framed(event["type"], data))
         else:
