@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cache import Entry
-from gateway.api.chat import EventRenderer, event_of
+from gateway.api.chat import COMMENT, EventRenderer, event_of
 from gateway.api.memory import Keeping, kept_id
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Arrival
+from gateway.wire.carried import Carried
 from gateway.wire.chunks import UNREADABLE, decoded, read
 from gateway.wire.errors import ApiError
 from gateway.wire.reader import OPENAIS_ENDS, said
@@ -111,6 +112,8 @@ class ResponseRenderer(EventRenderer):
         self._tokens: list[Any] = []
         # by their index: item, pieces of arguments
         self._calls: dict[int, tuple[int, list[str]]] = {}
+        self._carried = Carried()
+        self._annotations: list[Any] = []  # whose text has not come
         self._number = 0
 
     async def keep(self) -> None:
@@ -144,6 +147,7 @@ class ResponseRenderer(EventRenderer):
             else:
                 item["action"] |= _shell_action(text)
             self._close_item(position)
+        self._carry()
         if self._response["status"] == "in_progress":
             self._response["status"] = "completed"
         self._tell(f"response.{self._response['status']}", response=self._response)
@@ -181,8 +185,10 @@ class ResponseRenderer(EventRenderer):
             self._tell("response.in_progress", response=self._response)
         if piece.get("usage"):
             self._response["usage"] = _usage(payload)
+        self._response["service_tier"] = piece.get("service_tier") or self._response["service_tier"]
         for choice in piece.get("choices") or ():
             delta = choice.get("delta") or {}
+            self._carried.add(delta)
             texts = list(said(delta))
             # a response has log probabilities of text only
             if not delta.get("tool_calls") and not any(kind == "thought" for kind, _ in texts):
@@ -191,6 +197,7 @@ class ResponseRenderer(EventRenderer):
                 self._tokens += tokens if isinstance(tokens, list) else ()
             for kind, text in texts:
                 self._say(_KINDS[kind], text)
+            self._annotate(delta.get("annotations"))
             for call in delta.get("tool_calls") or ():
                 self._call(call)
             end = choice.get("finish_reason")
@@ -202,6 +209,8 @@ class ResponseRenderer(EventRenderer):
         """Append to the growing text; begin a new item if the last item is of another kind."""
         if self._kind is not kind:
             self._close_text()
+            if kind is not _REASONING:
+                self._carry()
             self._kind = kind
             item, part = self._add(deepcopy(kind.item)), deepcopy(kind.part)
             self._tell(f"response.{kind.part_events}.added", **self._place(-1, kind), part=part)
@@ -216,12 +225,35 @@ class ResponseRenderer(EventRenderer):
         self._output[-1]["content"][0]["logprobs"] += tokens
         return {"logprobs": tokens}
 
+    def _carry(self) -> None:
+        """End the growing text; add an item for what the next turn needs, and no reasoning before carries."""
+        self._close_text()
+        if self._carried.is_pending:
+            self._add({**deepcopy(_THOUGHT), "encrypted_content": self._carried.sealed()})
+            self._close_item(-1)
+
+    def _annotate(self, annotations: Any = None) -> None:
+        """Add the citations of a chat to the text that is growing, or keep them for the next one."""
+        self._annotations += annotations if isinstance(annotations, list) else ()
+        if self._kind is not _TEXT or not self._annotations:
+            return
+        annotations, self._annotations = self._annotations, []
+        shown = self._output[-1]["content"][0]["annotations"]
+        for one in annotations:
+            kind = one.get("type")
+            annotation = {"type": kind, **one[kind]} if isinstance(one.get(kind), dict) else one
+            place = {**self._place(-1, _TEXT), "annotation_index": len(shown)}
+            shown.append(annotation)
+            self._tell("response.output_text.annotation.added", **place, annotation=annotation)
+
     def _close_text(self) -> None:
         kind, self._kind = self._kind, None
         if kind is None:
             return
         if kind is _TEXT:
             self._with_tokens()
+        if kind is _REASONING and (sealed := self._carried.sealed()):
+            self._output[-1]["encrypted_content"] = sealed
         part = self._output[-1][kind.parts][0]
         field = "refusal" if kind is _REFUSAL else "text"
         part[field] = "".join(self._texts)
@@ -238,8 +270,9 @@ class ResponseRenderer(EventRenderer):
         kind, field = ("custom", "input") if call.get("custom") else ("function", "arguments")
         index, body = call["index"], call.get(kind) or {}
         if index not in self._calls:
-            self._close_text()
             fields: dict[str, Any] = {"call_id": call["id"]}
+            self._carried.add_call(call["id"], call)
+            self._carry()
             if self._has_shell and body.get("name") == "local_shell":
                 fields |= {"type": "local_shell_call", "action": {"type": "exec", "command": [], "env": {}}}
             else:
@@ -247,6 +280,8 @@ class ResponseRenderer(EventRenderer):
                 fields |= {**_names(body.get("name") or "", self._response["tools"]), field: ""}
             self._add(fields)
             self._calls[index] = (len(self._output) - 1, [])
+        else:
+            self._carried.add_call(self._output[self._calls[index][0]]["call_id"], call)
         position, pieces = self._calls[index]
         if text := body.get(field):
             pieces.append(text)
@@ -280,6 +315,10 @@ class PassedResponseRenderer(ResponseRenderer):
     _last: Mapping[str, Any] | None = None
     _passed = b""
     _splitter: Splitter | None = None
+
+    @property
+    def ping(self) -> bytes:  # type: ignore[override]  # the provider's bytes may end inside an event
+        return COMMENT if not self._passed or self._passed.endswith(b"\n\n") else b""
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
         body = b"".join([one.data for one in (chunks if entry is None else chunks_of(entry))])
