@@ -256,6 +256,9 @@ class DeploymentSettings(_Section):
     dialect: DialectSettings | None = None
     """how its server differs from what its provider and its model are known for; `sameway
     check-config --explain` shows what is known"""
+    is_traced: bool = True
+    """all but local: send it the headers `traceparent`, `tracestate` and `baggage` of a request, so
+    that its spans belong to the client's trace"""
     is_salted: bool = False
     """openai: send `cache_salt`, another one for each team, to a server that knows it (vLLM,
     SGLang), so that no team can learn from its prefix cache what another one asked"""
@@ -582,6 +585,9 @@ class Settings(_Section):
     name meanwhile"""
     client_stall_s: int = Field(300, ge=1)
     """an answer is ended where its client takes no byte for this long"""
+    is_pinged_early: bool = False
+    """begin a stream whose answer has not begun after 15 s, and send a comment or `ping` every 15 s,
+    as inside a stream; such a stream has status 200 whatever comes, and fewer headers"""
     log_format: Literal["auto", "json", "pretty"] = "auto"
     """`auto`: pretty on a terminal, else JSON"""
     log_prompts: bool = False

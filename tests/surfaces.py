@@ -366,7 +366,13 @@ FEATURES = (
     ),
     Feature("`max_tool_calls`", None, Idle({"max_tool_calls": 3}), None, _NO_CHAT),
     Feature("`truncation`", None, Idle({"truncation": "auto"}), None, _NO_CHAT),
-    Feature("a summary of reasoning", None, Idle({"reasoning": {"summary": "auto"}}), None, _NO_CHAT),
+    Feature(
+        "a summary of reasoning",
+        None,
+        Idle({"reasoning": {"summary": "auto", "context": "auto", "mode": "standard"}}),
+        None,
+        _NO_CHAT,
+    ),
     Feature("edits of the context", None, None, Idle({"context_management": {"edits": []}}), _NO_CHAT),
     Feature("thinking as the model sees fit", None, None, Idle({"thinking": {"type": "adaptive"}}), _NO_CHAT),
 )

@@ -14,6 +14,7 @@ of a team's streams in Redis under their limit.
 """
 
 import asyncio
+import time
 import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -26,6 +27,7 @@ from cache.redis_link import RedisLink
 from gateway.accounts import Identity, Team
 from gateway.accounts.stored_responses import LIVE, ResponseStore
 from gateway.api import asgi
+from gateway.api.chat import COMMENT, SILENCE_S
 from gateway.api.headers import EVENT_STREAM, Headers
 from gateway.api.memory import Memory
 from gateway.api.response_events import ResponseRenderer, framed
@@ -295,9 +297,11 @@ async def send_events(scope: asgi.Scope, send: asgi.Send, headers: Headers, even
     if when_gone is not None:
         when_gone(client_gone.set)
     await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM, *headers]})
+    told_at = time.monotonic()
     async for body in events:
         if client_gone.is_set():
             return
-        if body:
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        if body or time.monotonic() - told_at >= SILENCE_S:
+            await send({"type": "http.response.body", "body": body or COMMENT, "more_body": True})
+            told_at = time.monotonic()
     await send({"type": "http.response.body", "body": b""})

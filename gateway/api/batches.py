@@ -5,7 +5,7 @@ Invariant: a batch and its files belong to the key's team.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,7 @@ from msgspec import Meta
 from gateway.api.endpoint import Call, ObjectEndpoint, after_of, limit_of, listed
 from gateway.batches.batches import Batches
 from gateway.batches.files import check_expiry
+from gateway.batches.lines import v1_of
 from gateway.batches.work import ENDPOINTS
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest, shown
@@ -46,6 +47,7 @@ class BatchesEndpoint(ObjectEndpoint):
 
     operation = "batches"
     path = "/v1/batches"
+    actions: ClassVar = {"": ("GET",), "cancel": ("POST",)}
 
     def __init__(self, pipeline: Pipeline, batches: Batches, wake: Callable[[], None]) -> None:
         super().__init__(pipeline)
@@ -66,11 +68,11 @@ class BatchesEndpoint(ObjectEndpoint):
             case "POST", batch_id, "cancel":
                 await self._batches.cancel(team_id, batch_id)
                 return (await self._batches.get(team_id, batch_id)).as_json()
-        raise self.no_such_action(call)
+        raise AssertionError(call.action)  # the front knows `actions`
 
     async def _create(self, call: Call) -> dict[str, Any]:
         request: BatchRequest = convert((await self.body(call))[1], BatchRequest)
-        if request.endpoint not in ENDPOINTS:
+        if v1_of(request.endpoint) not in ENDPOINTS:
             raise BadRequest(
                 f"Invalid endpoint: expected one of {', '.join(ENDPOINTS)}, got {shown(request.endpoint)}",
                 param="endpoint",

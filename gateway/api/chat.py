@@ -7,7 +7,7 @@ and one record; a stream that fails after its first chunk ends with an error eve
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,8 +17,8 @@ from cache import Entry, ExactCache
 from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.endpoint import Call
-from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header, media_headers
-from gateway.api.provider_ids import NamedObjects
+from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, base_headers, cost_header, media_headers
+from gateway.api.provider_ids import NamedObjects, apart_from_cache
 from gateway.deployments.alias import Alias
 from gateway.journey.bodies import Body, ClientGone
 from gateway.journey.flight import Reply
@@ -34,7 +34,11 @@ from gateway.wire.fold import fold
 from gateway.wire.forms import Form, FormFiles, boundary_of
 from gateway.wire.sse import DONE, frame, frames
 from gateway.wire.types import CHAT, IMAGE_EDIT, Chunk, Kind
-from gateway.wire.usage import without_usage_at_start
+
+SILENCE_S = 15.0
+"""The longest silence of a stream to a client: nginx and balancers of clouds end one of a minute, or of half."""
+COMMENT = b": ping\n\n"
+"""A comment, which clients skip (WHATWG HTML, section 9.2.6)."""
 
 Respond = Callable[[asgi.Scope, asgi.Send], Awaitable[None]]
 """Sends the response to a request."""
@@ -50,6 +54,7 @@ class Renderer(Protocol):
     __slots__ = ()
     is_kept: bool = False
     is_background: bool = False  # it outlives its request
+    ping: bytes = COMMENT  # what a silent stream sends next; empty where it would break the answer
 
     async def keep(self) -> None:
         """Keep the answer."""
@@ -118,6 +123,7 @@ class AnswerEndpoint:
         watcher = DisconnectWatcher(scope)
         reply: Reply | None = None
         is_apart = False
+        early: _EarlyStart | None = None
         try:
             # decision: auth-before-body
             identity = (
@@ -125,18 +131,27 @@ class AnswerEndpoint:
             )
             body = self._pipeline.bodies.of(receive, headers, identity)
             turn, renderer = await self.read(Call(identity, arrival, headers, scope, body=body, send=send))
+            turn = apart_from_cache(turn, turn.body)
             if renderer.is_background:
                 respond_to = await self.begin(turn, renderer, identity)
                 is_apart = True
                 await respond_to(scope, send)
                 return
-            reply = await self._pipeline.answer(turn, identity, watcher.attend, self.alias, body.taken)
+            answering = self._pipeline.answer(turn, identity, watcher.attend, self.alias, body.taken)
+            if turn.is_stream and not turn.kind.is_plain and self._pipeline.settings.is_pinged_early:
+                send = early = _EarlyStart(send, renderer, arrival.request_id)
+                reply = await early.until(answering)
+            else:
+                reply = await answering
             if turn.is_stream:
                 ended = await self._stream(renderer, reply, watcher, send)
             else:
                 await self._whole(renderer, reply, send)
         except (Exception, asyncio.CancelledError) as error:
-            respond = partial(self.send_error, send, arrival.request_id)
+            is_begun = early is not None and early.is_begun
+            respond = (
+                early.fail if early is not None and is_begun else partial(self.send_error, send, arrival.request_id)
+            )
             ended = await asgi.fail(error, arrival.request_id, respond, watcher.note)
         finally:
             watcher.stop()
@@ -184,7 +199,13 @@ class AnswerEndpoint:
         try:
             is_last = False
             while not is_last:
-                batch = await reader.next()
+                try:
+                    async with asyncio.timeout(SILENCE_S):
+                        batch = await reader.next()
+                except TimeoutError:
+                    if renderer.ping:
+                        await send({"type": "http.response.body", "body": renderer.ping, "more_body": True})
+                    continue
                 body = renderer.events(batch) if batch else b""
                 if is_last := not batch or reader.is_at_end:
                     body += await _end(renderer)
@@ -197,6 +218,40 @@ class AnswerEndpoint:
                     await send({"type": "http.response.body", "body": body})
 
             return await asgi.fail(error, reply.turn.arrival.request_id, respond, watcher.note)
+
+
+class _EarlyStart:
+    """`send` for a stream that may begin before its answer does, so that it is never silent for long.
+
+    Its headers then tell nothing of the answer, and a refusal is an event.
+    """
+
+    def __init__(self, send: asgi.Send, renderer: Renderer, request_id: str) -> None:
+        self._send = send
+        self._renderer = renderer
+        self._headers = [*EVENT_STREAM, *base_headers(request_id)]
+        self.is_begun = False
+
+    async def until(self, answering: Coroutine[Any, Any, Reply]) -> Reply:
+        """The reply, once it has begun. Raises what `answering` raises."""
+        task = asyncio.ensure_future(answering)
+        try:
+            while not (await asyncio.wait([task], timeout=SILENCE_S))[0]:
+                if not self.is_begun:
+                    await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+                    self.is_begun = True
+                await self._send({"type": "http.response.body", "body": self._renderer.ping, "more_body": True})
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def __call__(self, message: asgi.Message) -> None:
+        if not self.is_begun or message["type"] != "http.response.start":
+            await self._send(message)
+
+    async def fail(self, error: ApiError) -> None:
+        """Send an error as the event that ends the stream."""
+        await self._send({"type": "http.response.body", "body": self._renderer.failed(error)})
 
 
 async def _end(renderer: Renderer) -> bytes:
@@ -243,7 +298,12 @@ class EventRenderer(Renderer):
 
 def event_of(name: str, fields: dict[str, Any]) -> bytes:
     """Encode a server-sent event with its name and its fields."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(fields))
+    return framed(name, msgspec.json.encode(fields))
+
+
+def framed(name: str, data: bytes) -> bytes:
+    """A server-sent event of its name and its data, which has one line."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
 def call_index(call: Mapping[str, Any], known_indexes: Collection[int], last_id: Any) -> int:
@@ -290,10 +350,11 @@ class PlainRenderer(Renderer):
     hold an error.
     """
 
-    __slots__ = ("media",)
+    __slots__ = ("media", "ping")
 
     def __init__(self) -> None:
         self.media = ""
+        self.ping = b""
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
         return b"".join([one.data for one in (entry.chunks if entry is not None else chunks)])
@@ -303,7 +364,10 @@ class PlainRenderer(Renderer):
 
     def events(self, chunks: Sequence[Chunk]) -> bytes:
         self.media = self.media or chunks[0].media
-        return self.whole(chunks, None)
+        body = self.whole(chunks, None)
+        is_between = self.media.startswith("text/event-stream") and body.endswith(b"\n\n")
+        self.ping = COMMENT if is_between else b""
+        return body
 
     def end(self) -> bytes:
         return b""
@@ -358,15 +422,21 @@ def _framed_with_usage(entry: Entry) -> bytes:
 
 
 def _frames(chunks: Sequence[Chunk], wants_usage: bool) -> bytes:
-    if chunks and chunks[0].is_whole:  # then it is the only one
+    is_unfolded = bool(chunks) and chunks[0].is_whole  # then it is the only one
+    if is_unfolded:
         chunks = unfold(chunks[0].data)
     payloads: list[bytes] = []
     for chunk in chunks:
-        if chunk.has_content:
+        if is_unfolded and wants_usage and not chunk.is_usage_only:
+            payloads.append(chunk.data[:-1] + _NO_USAGE + b"}")
+        elif chunk.has_content or wants_usage or not chunk.is_usage_only:
             payloads += chunk.each()
-        elif wants_usage or not chunk.is_usage_only:
-            payloads += map(without_usage_at_start, chunk.each())
-    return frames(payloads)
+    body = frames(payloads)
+    # the gateway asks for usage itself, and OpenAI has the field where a client does
+    return body if wants_usage else body.replace(_NO_USAGE, b"").replace(b', "usage": null', b"")
+
+
+_NO_USAGE = b',"usage":null'
 
 
 class DisconnectWatcher:

@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -23,7 +23,7 @@ from gateway.journey.bodies import Body
 from gateway.journey.recording import record_of
 from gateway.journey.turn import Arrival, Ended, arrive, elapsed_ms_since
 from gateway.pipeline import Pipeline
-from gateway.wire.errors import BadRequest, NotFound, shown
+from gateway.wire.errors import BadRequest, shown
 from gateway.wire.requests import decode_object
 
 _FIELDS_MAX = 50
@@ -65,12 +65,13 @@ def query_of(scope: asgi.Scope) -> dict[str, str]:
 
 
 class ObjectEndpoint(ABC):
-    """One endpoint. A subclass defines `answer`, `operation`, its name in records, and `path` if
-    ids follow it.
+    """One endpoint. A subclass defines `answer`, `operation`, its name in records, and if ids follow
+    it, `path` and `actions`: the methods of what may follow an id, `*` for another id.
     """
 
     operation: str
     path = ""
+    actions: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     send_error = staticmethod(asgi.send_error)
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -81,11 +82,6 @@ class ObjectEndpoint(ABC):
         """The reply; None if it has been sent. Rate limits are checked before the call. Raises
         ApiError.
         """
-
-    def no_such_action(self, call: Call) -> NotFound:
-        """The error for a path or a method that the endpoint does not have."""
-        path = "/".join(filter(None, (self.path, call.object_id and "{id}", shown(call.action))))
-        return NotFound(f"There is no {call.method} {path} here", code="unknown_url")
 
     async def body(self, call: Call) -> tuple[bytes, dict[str, Any]]:
         """The body as bytes and as an object; an empty body is an empty object. Raises ApiError."""

@@ -8,7 +8,7 @@ import asyncio
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from gateway.api.endpoint import Call, ObjectEndpoint, after_of, limit_of, listed, one_of
 from gateway.batches.files import PURPOSES, Files, check_expiry, check_purpose, storage_error
@@ -29,6 +29,7 @@ class FilesEndpoint(ObjectEndpoint):
 
     operation = "files"
     path = "/v1/files"
+    actions: ClassVar = {"": ("GET", "DELETE"), "content": ("GET",)}
 
     def __init__(self, pipeline: Pipeline, files: Files) -> None:
         super().__init__(pipeline)
@@ -50,7 +51,7 @@ class FilesEndpoint(ObjectEndpoint):
                 found = await self._files.get(team_id, file_id)
                 await self._send_content(call, self._files.path(found.id), found.bytes)
                 return None
-        raise self.no_such_action(call)
+        raise AssertionError(call.action)  # the front knows `actions`
 
     async def _list(self, call: Call) -> dict[str, Any]:
         limit, after = limit_of(call.query, _LIST_MAX, _LIST_MAX), after_of(call.query)

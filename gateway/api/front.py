@@ -22,6 +22,7 @@ from gateway.wire.errors import ApiError, MethodNotAllowed, NotFound
 from gateway.wire.types import MEDIA
 
 _ADMIN_BODY_BYTES_MAX = 1 << 20
+_ID_BYTES_MAX = 200
 
 _AZURE_DEPLOYMENTS = "/openai/deployments/"
 _OF_DEPLOYMENTS = (
@@ -63,7 +64,7 @@ class Front:
         methods = routes.get(path)
         if methods is None:
             plain, model = _as_v1(_plain(path))
-            methods = routes.get(plain) or routes.get("/".join(plain.split("/")[:3]) + "/*")
+            methods = routes.get(plain) or _below(plain, routes)
             if methods is None and plain != "/v1" and not plain.startswith("/v1/"):
                 body = self._bodies.of(receive, headers_of(scope), None)
                 plainly = _with_get({**scope, "path": plain or "/"})
@@ -72,7 +73,10 @@ class Front:
             scope = {**scope, "path": plain}
             if model:
                 scope["path_params"] = {"model": model}
-        if b"origin" in map(_NAME, scope["headers"]):
+        names = dict(scope["headers"])
+        if given := names.get(b"x-request-id", b"")[:_ID_BYTES_MAX]:
+            send = _with_id(send, given)
+        if b"origin" in names:
             # decision: any-origin
             send = with_headers(send, lambda _: _SHARED)
         if scope["method"] == "OPTIONS":
@@ -85,6 +89,31 @@ class Front:
             await _errors_of(scope["path"], routes)(send, arrive("unknown").request_id, refusal)
         else:
             await endpoint(scope, receive, send)
+
+
+def _below(path: str, routes: Routes) -> Mapping[str, Endpoint] | None:
+    """The methods of a path with an id: those of the action that follows the id, where its endpoint knows actions."""
+    parts = path.split("/", 4)
+    methods, action = routes.get("/".join(parts[:3]) + "/*"), "".join(parts[4:])
+    actions = getattr(next(iter((methods or {}).values()), None), "actions", None)
+    if not methods or not actions:
+        return methods
+    allowed = actions.get(action) or actions.get(f"{action.rpartition('/')[0]}/*")
+    return allowed and {method: endpoint for method, endpoint in methods.items() if method in allowed}
+
+
+def _with_id(send: Send, given: bytes) -> Send:
+    """`send` that repeats the client's own id of a request; the gateway's has a name of its own then."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            named = [
+                (b"x-sameway-request-id" if name == b"x-request-id" else name, v) for name, v in message["headers"]
+            ]
+            message = {**message, "headers": [*named, (b"x-request-id", given)]}
+        await send(message)
+
+    return sent
 
 
 def _errors_of(path: str, routes: Routes) -> Any:
@@ -223,8 +252,10 @@ def document(app: FastAPI, paths: Mapping[str, Any], schemas: Mapping[str, Any])
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def operation(summary: str, body: Mapping[str, Any] | None, *, streams: bool = False) -> dict[str, Any]:
-    """An OpenAPI operation with OpenAI's error shape.
+def operation(
+    summary: str, body: Mapping[str, Any] | None, *, streams: bool = False, errors_of: str = "OpenAI"
+) -> dict[str, Any]:
+    """An OpenAPI operation with the error shape of a provider, `errors_of`.
 
     `body` is the JSON schema of its request; None: it has no body. `streams` adds server-sent
     events.
@@ -232,20 +263,23 @@ def operation(summary: str, body: Mapping[str, Any] | None, *, streams: bool = F
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
         content["text/event-stream"] = {"schema": _EVENT_SCHEMA}
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{_ERRORS[errors_of]}"}}}
     wrong = {"401": _WRONG["401"], "4XX": _WRONG["4XX"], "5XX": _WRONG["5XX"]} if body is None else _WRONG
-    errors = {status: {"description": f"{what}, in OpenAI's shape", "content": error} for status, what in wrong.items()}
+    described_errors = {
+        status: {"description": f"{what}, in {errors_of}'s shape", "content": error} for status, what in wrong.items()
+    }
     described: dict[str, Any] = {
         "summary": summary,
-        "tags": ["OpenAI"],
+        "tags": [errors_of],
         "security": [{"apiKey": []}],
-        "responses": {"200": {"description": "OK", "content": content}, **errors},
+        "responses": {"200": {"description": "OK", "content": content}, **described_errors},
     }
     if body is not None:
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return described
 
 
+_ERRORS = {"OpenAI": "ErrorBody", "Anthropic": "MessageError"}
 _WRONG = {
     "400": "The request is not valid",
     "401": "The API key is missing or wrong",

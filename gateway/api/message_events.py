@@ -1,22 +1,24 @@
-"""Converts the chunks of a chat completion into a message of Anthropic's API, or its events.
+"""Converts the chunks of a chat completion into a message of Anthropic's API, or its events; an
+answer of that API is repeated as it came.
 
 Shapes: Anthropic API reference, "Messages", "Streaming Messages" and "Errors". Knows no HTTP, no
 cache and no backend. Invariants: the whole message equals the message that its events build; one
 block is open at a time, and each is closed before the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from cache import Entry
-from gateway.api.chat import EventRenderer, call_index, event_of
+from gateway.api.chat import EventRenderer, call_index, event_of, framed
 from gateway.journey.storing import chunks_of
-from gateway.wire.chunks import UNREADABLE, decoded, read
+from gateway.wire.carried import Carried
+from gateway.wire.chunks import decoded, read
 from gateway.wire.errors import ApiError
+from gateway.wire.messages import MessageFold, events_of
 from gateway.wire.types import Chunk
-from gateway.wire.usage import usage_of
 from policies import Usage
 
 _STOPS = {
@@ -26,34 +28,36 @@ _STOPS = {
     "function_call": "tool_use",
     "content_filter": "refusal",
 }
-_CODES = {"insufficient_quota": "billing_error", "upstream_overloaded": "overloaded_error"}
+_STATUSES = {"upstream_overloaded": 529, "deployment_full": 529}  # by their codes, where no server gave a status
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    503: "overloaded_error",
     504: "timeout_error",
     529: "overloaded_error",
 }
 
 
+NoteIds = Callable[[set[str]], Awaitable[None]]
+"""Notes the ids of a provider's objects as the team's."""
+
+
 class _ContentBlock:
     """One content block. `fields` are its fields at the start; `parts` are pieces of its text or of
-    a call's arguments.
+    a call's arguments that wait for the block's turn.
 
     A block of another type than text, thinking and tool_use is whole from the start.
     """
 
-    __slots__ = ("call", "citations", "fields", "parts", "signature")
+    __slots__ = ("call", "fields", "parts")
 
     def __init__(self, fields: dict[str, Any], call: int | None = None) -> None:
         self.fields = fields
         self.call = call  # the index of a tool call
         self.parts: list[str] = []
-        self.signature = ""  # of a thinking block
-        self.citations: list[Any] = []  # of a text
 
     @property
     def kind(self) -> str:
@@ -75,65 +79,85 @@ class _ContentBlock:
             return {"type": "input_json_delta", "partial_json": text}
         return {"type": f"{self.kind}_delta", self.kind: text}
 
-    def closing(self) -> list[dict[str, Any]]:
-        """The deltas before the block's end. A signature is required, but only Anthropic can make
-        one.
-        """
-        if self.kind == "thinking":
-            return [{"type": "signature_delta", "signature": self.signature}]
-        return [{"type": "citations_delta", "citation": citation} for citation in self.citations]
-
-    def whole(self) -> dict[str, Any]:
-        text = "".join(self.parts)
-        match self.kind:
-            case "tool_use":
-                return {**self.fields, "input": _input(text)}
-            case "thinking":
-                return {**self.fields, "thinking": text, "signature": self.signature}
-            case "text":
-                cited = {"citations": self.citations} if self.citations else {}
-                return {**self.fields, "text": text, **cited}
-        return self.fields
-
 
 class MessageRenderer(EventRenderer):
     """The renderer of one message. `model` is used if the chunks name no model.
 
-    `prompt_tokens` is an estimate, until the deployment counts them.
+    An answer of Anthropic's API is told as it came; the chunks that another deployment adds to it
+    go on in its blocks, and `note_ids` gets the id of its container. `prompt_tokens` is an
+    estimate, until the deployment counts them.
     """
 
-    def __init__(self, model: str, is_stream: bool, request_id: str, prompt_tokens: int = 0) -> None:
+    ping = event_of("ping", {"type": "ping"})
+
+    def __init__(
+        self, model: str, is_stream: bool, request_id: str, prompt_tokens: int = 0, note_ids: NoteIds | None = None
+    ) -> None:
         super().__init__(is_stream)
+        self._note_ids, self.is_kept = note_ids, note_ids is not None
+        self._container: dict[str, Any] | None = None
         self._model = model
         self._request_id = request_id
         self._key = request_id.removeprefix("req_")
+        self._folded = MessageFold()
+        self._carried = Carried()
         self._blocks: list[_ContentBlock] = []
         self._open: int | None = None  # the block that is growing on the wire; later ones wait for its end
         self._started = 0  # blocks that have begun on the wire
-        self._is_begun = False
+        self._is_begun = self._is_native_at_end = self._is_stopped = False
         self._stop: str | None = None
         self._stop_sequence: str | None = None
         self._is_refused = False
         self._usage = _usage(Usage(prompt_tokens, 0))
 
+    async def keep(self) -> None:
+        if self._note_ids is not None and self._container and isinstance(id := self._container.get("id"), str):
+            await self._note_ids({id})
+
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
-        self.events(chunks if entry is None else chunks_of(entry))
-        ended = {"stop_reason": self._reason(), "stop_sequence": self._stop_sequence, "usage": self._usage}
-        content = [block.whole() for block in self._blocks]
-        return msgspec.json.encode({**self._message(), "content": content, **ended})
+        chunks = chunks if entry is None else chunks_of(entry)
+        if (native := chunks[0].native) and (message := decoded(native))["type"] == "message":
+            self._container = message.get("container")
+            return native
+        self.events(chunks)
+        self.end()
+        return msgspec.json.encode(self._folded.message())
+
+    def replay(self, entry: Entry) -> bytes:
+        chunks = chunks_of(entry)
+        counted = read(chunks[-1].data, chunks[-1].is_whole).usage if chunks[-1].data else None
+        self._usage = self._usage if counted is None else _usage(counted)
+        return self.events(chunks) + self.end()
 
     def events(self, chunks: Sequence[Chunk]) -> bytes:
+        """The next chunks of an answer, as events. Raises msgspec.DecodeError."""
         if not self._is_begun and (counted := next((c.usage for c in chunks if c.usage is not None), None)):
             self._usage = _usage(counted)
-        return super().events(chunks)
+        framed_events = []
+        for chunk in chunks:
+            if chunk.native:
+                event = decoded(chunk.native)
+                for one in events_of(event) if event["type"] == "message" else ():
+                    self._pass(one, msgspec.json.encode(one))
+                if event["type"] != "message":
+                    self._pass(event, chunk.native)
+            elif not self._is_native_at_end:
+                framed_events.append(super().events([chunk]))
+        return b"".join((*framed_events, self._taken()))
 
     def end(self) -> bytes:
+        if self._is_native_at_end:
+            if not self._is_stopped:  # some servers leave it out
+                self._tell("message_stop")
+            return self._taken()
         self._close()
         for position in range(self._started, len(self._blocks)):
             self._start(position)
             if text := "".join(self._blocks[position].parts):
                 self._tell("content_block_delta", index=position, delta=self._blocks[position].delta(text))
             self._close()
+        self._carry()
+        self._close()
         delta = {"stop_reason": self._reason(), "stop_sequence": self._stop_sequence}
         self._tell("message_delta", delta=delta, usage=self._usage)
         self._tell("message_stop")
@@ -141,6 +165,32 @@ class MessageRenderer(EventRenderer):
 
     def failed(self, error: ApiError) -> bytes:
         return event_of("error", {**error_fields_of(error), "request_id": self._request_id})
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        if self._is_stream:
+            super()._tell(event, **fields)
+        else:
+            self._folded.add({"type": event, **fields})
+
+    def _pass(self, event: dict[str, Any], data: bytes) -> None:
+        """Tell an event of Anthropic's API as it came, and note what another deployment would go on with."""
+        match event["type"]:
+            case "message_start":
+                self._is_begun = True
+            case "content_block_start":
+                self._blocks.append(_ContentBlock(event["content_block"]))
+                self._open, self._started = event["index"], len(self._blocks)
+            case "content_block_stop" if self._open is not None:
+                self._open, self._blocks[-1].fields = None, {"type": "closed"}
+            case "message_delta":
+                self._container = event["delta"].get("container")
+                self._is_native_at_end = event["delta"].get("stop_reason") is not None
+            case "message_stop":
+                self._is_native_at_end = self._is_stopped = True
+        if self._is_stream:
+            self._events.append(framed(event["type"], data))
+        else:
+            self._folded.add(event)
 
     # --- one chunk
 
@@ -150,17 +200,14 @@ class MessageRenderer(EventRenderer):
         if not self._is_begun:
             self._is_begun = True
             self._model = piece.get("model") or self._model
-            started = piece.get("usage_at_start")
-            if started and (counted := usage_of(msgspec.json.encode(started))):
-                self._usage = _usage(counted)
             empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage}
             self._tell("message_start", message={**self._message(), **empty})
         if piece.get("usage"):
             self._usage = _usage(read(payload).usage or Usage(0, 0))
         for choice in piece.get("choices") or ():
             delta = choice.get("delta") or {}
+            self._carried.add(delta)
             self._say("thinking", delta.get("reasoning_content") or delta.get("reasoning"))
-            self._say_natively(delta)
             self._say("text", delta.get("content"))
             if delta.get("refusal"):
                 self._is_refused = True
@@ -179,18 +226,6 @@ class MessageRenderer(EventRenderer):
         self._last(kind)
         self._grow(len(self._blocks) - 1, text)
 
-    def _say_natively(self, delta: dict[str, Any]) -> None:
-        """Add the fields that `backends.anthropic.answer` puts beside a chat completion's own."""
-        for thought in delta.get("thinking_blocks") or ():
-            if thought.get("type") == "redacted_thinking":
-                self._begin(_ContentBlock(_plain(thought)))
-            elif thought.get("signature"):
-                self._last("thinking").signature += thought["signature"]
-        for block in delta.get("content_blocks") or ():
-            self._begin(_ContentBlock(_plain(block)))
-        if citations := delta.get("citations"):
-            self._last("text").citations += map(_plain, citations)
-
     def _last(self, kind: str) -> _ContentBlock:
         """The last block if it is of this kind, else a new one."""
         if not self._blocks or self._blocks[-1].kind != kind:
@@ -204,8 +239,11 @@ class MessageRenderer(EventRenderer):
         index = call_index(call, positions, self._blocks[-1].fields.get("id") if self._blocks else None)
         if index not in positions:
             fields = {"type": "tool_use", "id": id or f"toolu_{self._key}_{index}"}
+            self._carried.add_call(fields["id"], call)
             self._begin(_ContentBlock({**fields, "name": (function or {}).get("name") or ""}, call=index))
             positions[index] = len(self._blocks) - 1
+        else:
+            self._carried.add_call(self._blocks[positions[index]].fields["id"], call)
         arguments = (function or {}).get("arguments")
         if isinstance(arguments, str) and arguments:
             self._grow(positions[index], arguments)
@@ -214,25 +252,36 @@ class MessageRenderer(EventRenderer):
 
     def _begin(self, block: _ContentBlock) -> None:
         """Add a block. It starts on the wire unless a call is open: calls may grow side by side."""
+        is_waiting = self._open is not None and self._blocks[self._open].call is not None
+        if not is_waiting:
+            self._close()
+        if block.kind != "thinking":
+            self._carry()
         self._blocks.append(block)
-        if self._open is not None and self._blocks[self._open].call is not None:
-            return
-        self._close()
-        self._start(len(self._blocks) - 1)
+        if not is_waiting:
+            self._close()
+            self._start(len(self._blocks) - 1)
+
+    def _carry(self) -> None:
+        """Begin a block for what the next turn needs, and no thinking before carries."""
+        if self._carried.is_pending:
+            self._begin(_ContentBlock({"type": "redacted_thinking", "data": self._carried.sealed()}))
 
     def _start(self, position: int) -> None:
         self._open, self._started = position, position + 1
         self._tell("content_block_start", index=position, content_block=self._blocks[position].opening())
 
     def _grow(self, position: int, text: str) -> None:
-        self._blocks[position].parts.append(text)
-        if position == self._open:
+        if position != self._open:
+            self._blocks[position].parts.append(text)
+        else:
             self._tell("content_block_delta", index=position, delta=self._blocks[position].delta(text))
 
     def _close(self) -> None:
         if self._open is None:
             return
-        for delta in self._blocks[self._open].closing():
+        if self._blocks[self._open].kind == "thinking":
+            delta = {"type": "signature_delta", "signature": self._carried.sealed()}
             self._tell("content_block_delta", index=self._open, delta=delta)
         self._tell("content_block_stop", index=self._open)
         self._open = None
@@ -247,23 +296,6 @@ class MessageRenderer(EventRenderer):
             return "refusal"
         has_calls = any(block.call is not None for block in self._blocks)
         return "tool_use" if has_calls and self._stop in (None, "end_turn") else self._stop or "end_turn"
-
-
-def _plain(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry of a chunk's list without its `index`."""
-    return {name: value for name, value in entry.items() if name != "index"}
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """The input of a call. Arguments that are not an object go under the key `INVALID_JSON`.
-
-    Source: Anthropic's guide, "Fine-grained tool streaming".
-    """
-    try:
-        value = decoded(arguments.encode() or b"{}")
-    except UNREADABLE:
-        value = None
-    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -281,6 +313,17 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
+def status_of(error: ApiError) -> int:
+    """The status of an error for a client of Anthropic's API, which knows more of them: a deployment's server's own,
+    where the same request may succeed later.
+    """
+    cause = error.cause or 0
+    if error.http_status < 500 and error.http_status != 429:
+        return error.http_status
+    is_told = cause in (408, 429) or 500 <= cause < 600
+    return cause if is_told else _STATUSES.get(error.error_code or "", error.http_status)
+
+
 def error_fields_of(error: ApiError) -> dict[str, Any]:
     """An error in Anthropic's shape; its message names the invalid field.
 
@@ -290,7 +333,8 @@ def error_fields_of(error: ApiError) -> dict[str, Any]:
     message = error.message if is_named else f"{error.param}: {error.message}"
     if error.raw_body is not None:
         message = msgspec.json.decode(error.raw_body)["error"]["message"]
-    status = error.http_status
-    kind = _CODES.get(error.error_code or "") or _ERRORS.get(status)
+    status = status_of(error)
+    kind = "billing_error" if error.error_code == "insufficient_quota" else _ERRORS.get(status)
     kind = kind or ("invalid_request_error" if 400 <= status < 500 and status != 424 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": error.details} if error.details else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}

@@ -11,6 +11,7 @@ every error has Anthropic's shape.
 
 import contextlib
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,15 +21,16 @@ from gateway.api import asgi
 from gateway.api.chat import AnswerEndpoint, Renderer
 from gateway.api.endpoint import Call, ObjectEndpoint
 from gateway.api.headers import Headers, error_headers
-from gateway.api.message_events import MessageRenderer, error_fields_of
-from gateway.api.provider_ids import NamedObjects
+from gateway.api.message_events import MessageRenderer, error_fields_of, status_of
+from gateway.api.provider_ids import NamedObjects, apart_from_cache
 from gateway.api.tokens import counted
 from gateway.backends.anthropic.backend import AnthropicBackend
 from gateway.backends.base import BackendError, Native
 from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Turn, turn_of
 from gateway.pipeline import Pipeline
-from gateway.wire.errors import ApiError, BadRequest, BeyondChat
+from gateway.wire.carried import is_sealed, restore
+from gateway.wire.errors import ApiError, BadRequest, BeyondChat, ThreadUnsupported
 from gateway.wire.requests import (
     BOM,
     MESSAGES_MAX,
@@ -106,8 +108,7 @@ class InAnthropicsShape:
     async def send_error(send: asgi.Send, request_id: str, error: ApiError) -> None:
         headers = [*error_headers(request_id, error), (b"request-id", request_id.encode())]
         told = {**error_fields_of(error), "request_id": request_id}
-        status = _OVERLOADED if told["error"]["type"] == "overloaded_error" else error.http_status
-        await asgi.send_whole(send, status, headers, msgspec.json.encode(told))
+        await asgi.send_whole(send, status_of(error), headers, msgspec.json.encode(told))
 
     @staticmethod
     def named(send: asgi.Send) -> asgi.Send:
@@ -121,9 +122,6 @@ def _anthropics_id(start: asgi.Message) -> Headers:
     if start["status"] != 200:
         return []
     return [(b"request-id", value) for name, value in start["headers"] if name == b"x-request-id"]
-
-
-_OVERLOADED = 529
 
 
 class Messages(InAnthropicsShape, AnswerEndpoint):
@@ -166,10 +164,12 @@ class Messages(InAnthropicsShape, AnswerEndpoint):
                 prompt_tokens_max=bound,
                 compacts=b"compact" in msgspec.json.encode(body.get("context_management")),
             )
+        turn = apart_from_cache(turn, {"diagnostics": body.get("diagnostics")})
         kept = {**marked, **answer, "model": turn.alias} if is_marked else None
         turn = msgspec.structs.replace(turn, native=native, demand=demand, marked=kept)
         estimated = demand.prompt_tokens
-        return turn, MessageRenderer(request.model, turn.is_stream, call.arrival.request_id, estimated)
+        note_ids = partial(self._objects.own, team_id=call.identity.team.id) if self._objects.have_owners else None
+        return turn, MessageRenderer(request.model, turn.is_stream, call.arrival.request_id, estimated, note_ids)
 
 
 class CountTokens(InAnthropicsShape, ObjectEndpoint):
@@ -222,7 +222,26 @@ def _native(
     lacking_parts += _further(body.get("tool_choice") or {}, _Choice.__struct_fields__, "tool_choice")
     said: dict[str, Any] = {"blocks": lacking_parts, "betas": betas}
     said |= {"thinking": body.get("thinking"), "context_management": body.get("context_management")}
+    if b'"signature"' in raw or b'"redacted_thinking"' in raw:
+        raw = _without_sealed(body, raw)
     return Native(raw.removeprefix(BOM), version, betas, said if any(said.values()) else None, media)
+
+
+def _without_sealed(body: dict[str, Any], raw: bytes) -> bytes:
+    """`raw` without thinking of other servers, which Anthropic refuses: it has not signed that."""
+    turns = [
+        {**turn, "content": [block for block in turn["content"] if not _is_unsigned(block)]}
+        if isinstance(turn["content"], list)
+        else turn
+        for turn in body["messages"]
+    ]
+    return raw if turns == body["messages"] else msgspec.json.encode({**body, "messages": turns})
+
+
+def _is_unsigned(block: Any) -> bool:
+    if not isinstance(block, dict) or block.get("type") not in ("thinking", "redacted_thinking"):
+        return False
+    return not block.get("signature", block.get("data")) or is_sealed(block.get("signature", block.get("data")))
 
 
 def _translated(
@@ -248,6 +267,10 @@ def _chat(request: PromptRequest, body: Mapping[str, Any]) -> dict[str, Any]:
 
     Fields of neither struct stay as they are. Raises BadRequest with the invalid field.
     """
+    if body.get("thread") is not None:
+        raise ThreadUnsupported
+    if body.get("container"):
+        raise BeyondChat("container", "`container` is not supported here: only Anthropic's API has containers")
     for name in ("n", "logprobs", "audio"):
         if body.get(name) and (name, body[name]) != ("n", 1):
             words = "a message is one text, without log probabilities; /v1/chat/completions has them"
@@ -400,6 +423,7 @@ def _dialogue(turns: list[_Said]) -> list[dict[str, Any]]:
 
 def _assistants(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
     texts, calls, mark = list[str](), list[dict[str, Any]](), dict[str, Any]()
+    carried, of_calls = dict[str, Any](), dict[str, dict[str, Any]]()
     for number, block in enumerate(blocks):
         match block:
             case {"type": "text", "text": str(text)}:
@@ -409,11 +433,13 @@ def _assistants(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
                 arguments = msgspec.json.encode(given).decode()
                 function = {"name": name, "arguments": arguments}
                 calls.append({"id": id, "type": "function", "function": function, **_mark(block)})
-            case {"type": "thinking" | "redacted_thinking"}:  # chat completions have no field for it
-                continue
+            case {"type": "thinking" | "redacted_thinking"}:  # others' have no field in a chat completion
+                restore(carried, of_calls, block.get("signature") or block.get("data"), block.get("thinking") or "")
             case _:
                 raise _no_such_block(block, f"{where}[{number}]", "text, tool_use, thinking, redacted_thinking")
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None, **mark}
+    message |= carried
+    calls = [{**of_calls.get(call["id"], {}), **call} for call in calls]
     return {**message, "tool_calls": calls} if calls else message
 
 

@@ -115,7 +115,17 @@ def _schemas() -> dict[str, Any]:
     return schemas
 
 
-SCHEMAS: dict[str, Any] = _schemas()
+_ERROR: dict[str, Any] = {
+    "required": ["type", "message"],
+    "properties": {"type": {"type": "string"}, "message": {"type": "string"}, "details": {"type": "object"}},
+}
+SCHEMAS: dict[str, Any] = _schemas() | {
+    "MessageError": {
+        "type": "object",
+        "required": ["type", "error", "request_id"],
+        "properties": {"type": {"const": "error"}, "error": _ERROR, "request_id": {"type": "string"}},
+    }
+}
 
 
 def _body(shape: type) -> dict[str, Any]:
@@ -199,9 +209,9 @@ PATHS: dict[str, Any] = {
         "get": _on("An item of a conversation", "id", "item"),
         "delete": _on("Delete an item of a conversation", "id", "item"),
     },
-    "/v1/messages": {"post": operation("Create a message, in Anthropic's shape", _body(MessageRequest), streams=True)},
+    "/v1/messages": {"post": operation("Create a message", _body(MessageRequest), streams=True, errors_of="Anthropic")},
     "/v1/messages/count_tokens": {
-        "post": operation("The tokens of a message's prompt, in Anthropic's shape", _body(PromptRequest))
+        "post": operation("The tokens of a message's prompt", _body(PromptRequest), errors_of="Anthropic")
     },
     **{f"/v1{kind.path}": {"post": _plain(kind)} for kind in KINDS if kind.name in _PLAIN},
     "/v1/feedback": {"post": operation("Report a response right or wrong", _body(FeedbackRequest))},

@@ -1,17 +1,22 @@
 """The ids of a provider's objects in requests and answers, and the teams that own them.
 
 Knows the names of fields with ids, and no other shape. Invariant: a request to a model names no
-object that a provider gave to another team through `/passthrough`.
+object that a provider gave to another team, through `/passthrough` or as an answer's container.
 """
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from msgspec.structs import replace
+
+from cache.fingerprint import FIELDS
 from gateway.accounts.provider_ids import ProviderIds
+from gateway.journey.turn import Turn
 from gateway.pipeline import Pipeline
+from gateway.reserved import OTHER_TOOLS
 from gateway.wire.errors import UNSUPPORTED_MEDIA, BadRequest, NotFound, UnsupportedMediaType, shown
 from gateway.wire.forms import FormFiles
 from gateway.wire.requests import BOM, decode_object, decode_strictly
@@ -23,16 +28,24 @@ _ID_KEY = re.compile(
 _OBJECT_KEY = re.compile(r"file_ids?|vector_store_ids?|container(?:_id)?|skill_id")
 _OBJECTS = (b"file_id", b"vector_store_id", b"container", b"skill_id")
 _ESCAPED = re.compile(rb"\\u00[2-7]")
+_MAKE_OBJECTS = frozenset({"container", "code_execution", OTHER_TOOLS})  # Anthropic's, whose answers name containers
 IDS_MAX = 500
 BLANK = b" \t\r\n\0\xef\xbb\xbf\xfe\xff"  # before JSON, in any encoding
 
 
 class NamedObjects:
-    """Checks the owners of the objects that requests name. One per endpoint."""
+    """Checks the owners of the objects that requests name, and notes those of answers. One per endpoint."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        self.have_owners = any(one.settings.passthrough for one in pipeline.fleet.deployments)
+        self.have_owners = any(
+            one.settings.passthrough or not _MAKE_OBJECTS.isdisjoint(one.settings.allow_fields)
+            for one in pipeline.fleet.deployments
+        )
         self._ids = ProviderIds(pipeline.accounts.database)
+
+    async def own(self, ids: set[str], team_id: int) -> None:
+        """Give the objects that an answer named to its team."""
+        await self._ids.record("", team_id, ids)
 
     async def check(self, raw: bytes, team_id: int) -> None:
         """Check that a body names no other team's object. Raises NotFound for another team's,
@@ -105,6 +118,16 @@ def ids_in(value: Any, excluded: Sequence[str] = ("metadata",), keys: re.Pattern
                 # a call of a tool has an id of its answer alone
                 if isinstance(id, str) and id and not id.startswith(("call_", "toolu_")):
                     yield id
+
+
+def apart_from_cache(turn: Turn, fields: Mapping[str, Any]) -> Turn:
+    """`turn`, which neither reads nor fills the cache if one of `fields` that is no known field of a
+    chat names what a provider keeps: the answer depends on that.
+    """
+    unknown = {name: given for name, given in fields.items() if name not in FIELDS}
+    if next(ids_in(unknown), None) is None:
+        return turn
+    return replace(turn, controls=replace(turn.controls, no_cache=True, no_store=True))
 
 
 def fields_of(value: Any, excluded: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cache import Entry
-from gateway.api.chat import EventRenderer, call_index, event_of
+from gateway.api.chat import COMMENT, EventRenderer, call_index, event_of
 from gateway.api.memory import Keeping, kept_id
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Arrival
+from gateway.wire.carried import Carried
 from gateway.wire.chunks import UNREADABLE, decoded, read
 from gateway.wire.errors import ApiError
 from gateway.wire.sse import Splitter
@@ -109,6 +110,8 @@ class ResponseRenderer(EventRenderer):
         self._tokens: list[Any] = []
         # by their index: item, pieces of arguments
         self._calls: dict[int, tuple[int, list[str]]] = {}
+        self._carried = Carried()
+        self._annotations: list[Any] = []  # whose text has not come
         self._number = 0
 
     async def keep(self) -> None:
@@ -142,6 +145,7 @@ class ResponseRenderer(EventRenderer):
             else:
                 item["action"] |= _shell_action(text)
             self._close_item(position)
+        self._carry()
         if self._response["status"] == "in_progress":
             self._response["status"] = "completed"
         self._tell(f"response.{self._response['status']}", response=self._response)
@@ -179,8 +183,10 @@ class ResponseRenderer(EventRenderer):
             self._tell("response.in_progress", response=self._response)
         if piece.get("usage"):
             self._response["usage"] = _usage(payload)
+        self._response["service_tier"] = piece.get("service_tier") or self._response["service_tier"]
         for choice in piece.get("choices") or ():
             delta = choice.get("delta") or {}
+            self._carried.add(delta)
             thought = delta.get("reasoning_content") or delta.get("reasoning")
             self._say(_REASONING, thought)
             # a response has log probabilities of text only
@@ -190,6 +196,7 @@ class ResponseRenderer(EventRenderer):
                 self._tokens += tokens if isinstance(tokens, list) else ()
             self._say(_TEXT, delta.get("content"))
             self._say(_REFUSAL, delta.get("refusal"))
+            self._annotate(delta.get("annotations"))
             for call in delta.get("tool_calls") or ():
                 self._call(call)
             if (reason := _INCOMPLETE.get(choice.get("finish_reason"))) is not None:
@@ -201,6 +208,8 @@ class ResponseRenderer(EventRenderer):
             return
         if self._kind is not kind:
             self._close_text()
+            if kind is not _REASONING:
+                self._carry()
             self._kind = kind
             item, part = self._add(deepcopy(kind.item)), deepcopy(kind.part)
             self._tell(f"response.{kind.part_events}.added", **self._place(-1, kind), part=part)
@@ -215,12 +224,35 @@ class ResponseRenderer(EventRenderer):
         self._output[-1]["content"][0]["logprobs"] += tokens
         return {"logprobs": tokens}
 
+    def _carry(self) -> None:
+        """End the growing text; add an item for what the next turn needs, and no reasoning before carries."""
+        self._close_text()
+        if self._carried.is_pending:
+            self._add({**deepcopy(_THOUGHT), "encrypted_content": self._carried.sealed()})
+            self._close_item(-1)
+
+    def _annotate(self, annotations: Any = None) -> None:
+        """Add the citations of a chat to the text that is growing, or keep them for the next one."""
+        self._annotations += annotations if isinstance(annotations, list) else ()
+        if self._kind is not _TEXT or not self._annotations:
+            return
+        annotations, self._annotations = self._annotations, []
+        shown = self._output[-1]["content"][0]["annotations"]
+        for one in annotations:
+            kind = one.get("type")
+            annotation = {"type": kind, **one[kind]} if isinstance(one.get(kind), dict) else one
+            place = {**self._place(-1, _TEXT), "annotation_index": len(shown)}
+            shown.append(annotation)
+            self._tell("response.output_text.annotation.added", **place, annotation=annotation)
+
     def _close_text(self) -> None:
         kind, self._kind = self._kind, None
         if kind is None:
             return
         if kind is _TEXT:
             self._with_tokens()
+        if kind is _REASONING and (sealed := self._carried.sealed()):
+            self._output[-1]["encrypted_content"] = sealed
         part = self._output[-1][kind.parts][0]
         field = "refusal" if kind is _REFUSAL else "text"
         part[field] = "".join(self._texts)
@@ -241,8 +273,9 @@ class ResponseRenderer(EventRenderer):
         index = call_index(call, self._calls, self._output[-1].get("call_id") if self._output else None)
         body = body if isinstance(body, dict) else {}
         if index not in self._calls:
-            self._close_text()
             fields: dict[str, Any] = {"call_id": id or f"call_{self._key}_{index}"}
+            self._carried.add_call(fields["call_id"], call)
+            self._carry()
             if self._has_shell and body.get("name") == "local_shell":
                 fields |= {"type": "local_shell_call", "action": {"type": "exec", "command": [], "env": {}}}
             else:
@@ -250,6 +283,8 @@ class ResponseRenderer(EventRenderer):
                 fields |= {**_names(_text(body.get("name")), self._response["tools"]), field: ""}
             self._add(fields)
             self._calls[index] = (len(self._output) - 1, [])
+        else:
+            self._carried.add_call(self._output[self._calls[index][0]]["call_id"], call)
         position, pieces = self._calls[index]
         text = body.get(field)
         if isinstance(text, str) and text:
@@ -284,6 +319,10 @@ class PassedResponseRenderer(ResponseRenderer):
     _last: Mapping[str, Any] | None = None
     _passed = b""
     _splitter: Splitter | None = None
+
+    @property
+    def ping(self) -> bytes:  # type: ignore[override]  # the provider's bytes may end inside an event
+        return COMMENT if not self._passed or self._passed.endswith(b"\n\n") else b""
 
     def whole(self, chunks: Sequence[Chunk], entry: Entry | None) -> bytes:
         body = b"".join([one.data for one in (chunks if entry is None else chunks_of(entry))])

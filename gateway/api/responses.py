@@ -27,6 +27,7 @@ from gateway.api.response_events import PassedResponseRenderer, ResponseRenderer
 from gateway.api.tokens import counted
 from gateway.journey.turn import Turn, read_turn
 from gateway.pipeline import Pipeline
+from gateway.wire.carried import is_sealed, restore
 from gateway.wire.errors import BadRequest, BeyondChat, shown
 from gateway.wire.requests import MESSAGES_MAX, convert, decode_object
 from gateway.wire.types import CHAT, RESPONSE, Kind
@@ -48,6 +49,8 @@ class _Item(msgspec.Struct):
     input: str = ""
     action: dict[str, Any] = {}
     output: _Content = ""
+    summary: list[dict[str, Any]] | None = None
+    encrypted_content: str | None = None
 
 
 class _ModelName(msgspec.Struct):
@@ -114,6 +117,8 @@ class ResponseRequest(msgspec.Struct):
 _TEXT, _REASONING = frozenset({"format", "verbosity"}), frozenset({"effort", "summary", "generate_summary"})
 # they change no answer
 _DROPPED = frozenset({"client_metadata", "max_tool_calls", "stream_options"})
+# fields of no chat completion, which go to a provider's Responses API alone
+_NO_CHATS = ("access_programs", "background_options", "context_management", "image")
 # the fields with one supported value, and the way out of another
 _ONLY: Mapping[str, tuple[Any, str]] = {
     "n": (1, "a response is one answer, so send a request for each, or use /v1/chat/completions"),
@@ -275,7 +280,7 @@ def _is_beyond_chat(request: ResponseRequest, items: Sequence[Item]) -> bool:
     return (
         any(tool.get("type") not in ("function", "custom") for tool in request.tools or ())
         or "reasoning.encrypted_content" in (request.include or ())
-        or any(item.get("encrypted_content") for item in items)
+        or any(item.get("encrypted_content") and not is_sealed(item["encrypted_content"]) for item in items)
     )
 
 
@@ -299,7 +304,13 @@ def checked_items(items: list[dict[str, Any]]) -> list[Item]:
 
 def _chat(body: Mapping[str, Any], request: ResponseRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
     """The equivalent chat completion. Raises BadRequest with the invalid field."""
-    text, reasoning = request.text or {}, request.reasoning or {}
+    text, reasoning = request.text or {}, dict(request.reasoning or {})
+    for name, default in (("context", "auto"), ("mode", "standard")):
+        if reasoning.get(name) in (None, default):
+            reasoning.pop(name, None)
+    for name in _NO_CHATS:
+        if body.get(name) is not None:
+            raise BeyondChat(name, f"`{name}` is not supported here: only OpenAI's Responses API has it")
     for where, given, known_fields in (("text", text, _TEXT), ("reasoning", reasoning, _REASONING)):
         if further := given.keys() - known_fields:
             name = f"{where}.{min(further)}"
@@ -411,6 +422,7 @@ def _messages(items: Sequence[Item], instructions: str | None, count_before: int
     Calls join the assistant's message before them, or begin a new one.
     """
     messages: list[dict[str, Any]] = []
+    carried, of_calls = dict[str, Any](), dict[str, dict[str, Any]]()  # for the assistant's next message and calls
     calls, answered = dict[str, str](), set[str]()  # each call's id, by it and by its item's
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
@@ -423,11 +435,16 @@ def _messages(items: Sequence[Item], instructions: str | None, count_before: int
         match kind:
             case "message":
                 messages.append({"role": item.role or "user", "content": _content(item.content, f"{where}.content")})
+                if item.role == "assistant":
+                    messages[-1] |= carried
+                    carried = {}
             case kind if kind in _CALLS:
                 call_id = item.call_id or item.id or ""
                 if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": None})
-                messages[-1].setdefault("tool_calls", []).append({"id": call_id, **_call(item)})
+                    messages.append({"role": "assistant", "content": None, **carried})
+                    carried = {}
+                further = of_calls.get(call_id, {})
+                messages[-1].setdefault("tool_calls", []).append({**further, "id": call_id, **_call(item)})
                 calls |= {item.id or call_id: call_id, call_id: call_id}
             case kind if kind in _OUTPUTS:
                 named = item.call_id or item.id or ""
@@ -437,8 +454,12 @@ def _messages(items: Sequence[Item], instructions: str | None, count_before: int
                 answered.add(call_id)
                 output = _content(item.output, f"{where}.output")
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-            case _:  # reasoning: chat completions have no field for it, and models do not need it
-                continue
+            case _:  # another server's reasoning has no field in a chat completion
+                text = "".join(part["text"] for part in item.summary or () if isinstance(part.get("text"), str))
+                last = messages[-1] if messages and messages[-1]["role"] == "assistant" else carried
+                restore(last, of_calls, item.encrypted_content, text)
+                for call in last.get("tool_calls", ()):
+                    call |= of_calls.get(call["id"], {})
     if not messages:
         raise BadRequest("`input` must hold more than reasoning", param="input", code="invalid_value")
     if lacking := set(calls.values()) - answered:

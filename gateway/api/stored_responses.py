@@ -6,7 +6,7 @@ objects of its key's team.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -30,6 +30,7 @@ class StoredResponses(ObjectEndpoint):
 
     operation = "stored_responses"
     path = "/v1/responses"
+    actions: ClassVar = {"": ("GET", "DELETE"), "cancel": ("POST",), "input_items": ("GET",)}
 
     def __init__(self, pipeline: Pipeline, memory: Memory, background: Background) -> None:
         super().__init__(pipeline)
@@ -59,7 +60,7 @@ class StoredResponses(ObjectEndpoint):
                 if after and start is None:
                     raise _no_item(after)
                 return listed(ordered[start or 0 :], limit)
-        raise self.no_such_action(call)
+        raise AssertionError(call.action)  # the front knows `actions`
 
     async def _follow(self, call: Call) -> None:
         """Send the events of a background response that follow the event `starting_after`."""
@@ -102,6 +103,11 @@ class ConversationsEndpoint(ObjectEndpoint):
 
     operation = "conversations"
     path = "/v1/conversations"
+    actions: ClassVar = {
+        "": ("GET", "POST", "DELETE"),
+        "items": ("GET", "POST"),
+        "items/*": ("GET", "DELETE"),
+    }
 
     def __init__(self, pipeline: Pipeline, memory: Memory) -> None:
         super().__init__(pipeline)
@@ -143,7 +149,7 @@ class ConversationsEndpoint(ObjectEndpoint):
                     return msgspec.Raw(item)
                 await self._memory.remove(team, id, item_id)
                 return _shown(conversation)
-        raise self.no_such_action(call)
+        raise AssertionError(call.action)  # the front knows `actions`
 
     async def _read(self, call: Call, shape: type[Any]) -> Any:
         return convert((await self.body(call))[1], shape)

@@ -80,6 +80,7 @@ class BackendRequest(msgspec.Struct, frozen=True):
     native: Native | None = None
     passage: Passage | None = None  # where it goes, if not to the path of its kind
     upload: FormFiles | None = None  # the files of a form, whose fields are the body
+    trace: tuple[tuple[str, str], ...] = ()  # headers, which the deployment's own precede
     prefix: str = ""  # the beginning of the answer, which a deployment with `prefill` goes on with
     dialect: Dialect = Dialect()
     names: Mapping[str, str] = {}  # the client's names of tools, by those in the body
@@ -196,7 +197,9 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 class BackendOverloaded(BackendError):
-    """A 429, or a full queue: the deployment needs a pause."""
+    """A 429, or a full queue: the deployment needs a pause. `limits` are the provider's headers of its limits."""
+
+    limits: Mapping[str, str] = {}
 
 
 class BackendTimeout(BackendError):

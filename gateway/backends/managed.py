@@ -237,8 +237,8 @@ class ManagedBackend:
             arguments["api_key"] = self.api_key
         if self.base_url:
             arguments["api_base"] = self.base_url
-        if self.headers:
-            arguments["extra_headers"] = dict(self.headers)
+        if self.headers or request.trace:
+            arguments["extra_headers"] = {**dict(request.trace), **(self.headers or {})}
         if not request.kind.is_plain:
             taken = _taken(litellm, request.model or self.model)
             for name in sorted(arguments.keys() & IDLE.keys() - taken):

@@ -3,8 +3,8 @@
 The rules are the same for HTTP, for errors inside a stream, and for litellm's exceptions. Shapes:
 OpenAI API reference, "Error codes"; RFC 9110, sections 10.2.3 (Retry-After) and 15. Pure; the
 current time is a parameter. Invariant: of a provider's text a client gets only the error object for
-a faulty request and the message of a permanent refusal or of an error inside a stream, and never
-the provider's key.
+a faulty request and the message of a permanent refusal, of a limit or of an error inside a stream,
+and never the provider's key.
 """
 
 import email.utils
@@ -82,7 +82,8 @@ _STATUS_BY_WORD = {
 class UpstreamRefusal(msgspec.Struct, frozen=True):
     """A refusal as received. `secret` is the provider's key, which all texts must lack.
 
-    `is_in_band`: it came inside a 200, and its `status` is derived from its words.
+    `is_in_band`: it came inside a 200, and its `status` is derived from its words. `limits` are the
+    provider's headers about its rate limits.
     """
 
     status: int
@@ -90,6 +91,7 @@ class UpstreamRefusal(msgspec.Struct, frozen=True):
     retry_after_s: float | None = None
     secret: str = ""
     is_in_band: bool = False
+    limits: Mapping[str, str] = {}
 
 
 def refusal(refused: UpstreamRefusal) -> base.BackendError:
@@ -104,8 +106,10 @@ def refusal(refused: UpstreamRefusal) -> base.BackendError:
         mark = known or _mark(status, error)
         return base.BackendDenied(_denial(refused, error, mark), detail=detail, status=status, mark=mark)
     if status == 429 or (status in (503, 529) and (refused.retry_after_s is not None or status == 529)):
-        message = "The deployment is overloaded"
-        return base.BackendOverloaded(message, detail=detail, status=status, retry_after_s=refused.retry_after_s)
+        message = f"The deployment is overloaded{_told(refused, error) if status == 429 else ''}"
+        overloaded = base.BackendOverloaded(message, detail=detail, status=status, retry_after_s=refused.retry_after_s)
+        overloaded.limits = refused.limits
+        return overloaded
     if status in _REJECTED:
         body = _client_body(refused, error | {"param": error.get("param") or _location(refused.body)})
         message = str(msgspec.json.decode(body)["error"]["message"])
@@ -197,6 +201,14 @@ def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
     return None
 
 
+_LIMIT = re.compile(r"(?:anthropic-|x-)?ratelimit-[a-z0-9-]{1,60}")
+
+
+def limits_of(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers about rate limits, as OpenAI, Anthropic and others of their kind name them."""
+    return {name: value for name, value in headers.items() if _LIMIT.fullmatch(name) and value.isprintable()}
+
+
 def scrubbed(text: str, secret: str) -> str:
     """`text` without `secret`, and without masked keys as providers show them: `sk-ab***yz`."""
     text = text.replace(secret, "[key]") if len(secret) >= 4 else text
@@ -278,6 +290,9 @@ def from_backend(error: base.BackendError) -> ApiError:
         return rejected
     translated = Upstream(error.message, code=_UPSTREAM_CODES.get(type(error), "upstream_unavailable"))
     translated.http_status = _UPSTREAM_STATUS.get(type(error), 503)
+    translated.cause = error.status
+    if isinstance(error, base.BackendOverloaded):
+        translated.headers |= error.limits
     if error.retry_after_s is not None:
         translated.headers |= retry_after(error.retry_after_s)
     return translated

@@ -85,6 +85,11 @@ _named = msgspec.json.Decoder(_CustomId).decode
 _flags = msgspec.json.Decoder(_Flags).decode
 
 
+def v1_of(endpoint: str) -> str:
+    """An endpoint as OpenAI names it; Azure leaves `/v1` out (Azure OpenAI, "Global batch")."""
+    return endpoint if endpoint.startswith("/v1/") else f"/v1{endpoint}"
+
+
 def parse(raw: bytes | None, endpoint: str, bytes_max: int) -> tuple[LineRequest, str]:
     """The request of a line, and the model that it names, or empty. Raises LineRefused."""
     if raw is None:
@@ -98,7 +103,8 @@ def parse(raw: bytes | None, endpoint: str, bytes_max: int) -> tuple[LineRequest
         raise LineRefused("invalid_custom_id", message, line.custom_id[:_ID_CHARS_MAX])
     if line.method != "POST":
         raise LineRefused("invalid_method", f"`method` is {shown(line.method)}: expected POST", line.custom_id)
-    if line.url != endpoint:
+    line = msgspec.structs.replace(line, url=v1_of(line.url))
+    if line.url != v1_of(endpoint):
         message = f"`url` is {shown(line.url)}: expected the batch's endpoint, {endpoint}"
         raise LineRefused("mismatched_endpoint", message, line.custom_id)
     try:

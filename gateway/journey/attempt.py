@@ -128,6 +128,7 @@ def _request_to(
         dialect=dialect,
         names=names,
         is_translated=turn.kind is CHAT and native is None and _is_translated(deployment, turn.arrival.operation),
+        trace=turn.trace if deployment.settings.is_traced else (),
     )
 
 

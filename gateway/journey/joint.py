@@ -7,6 +7,7 @@ sequence that lies across the joint ends the answer; what is more than text is n
 """
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ _BYTES_PER_TOKEN = 5
 _READ_AT_ONCE = 500  # chunks, in a millisecond
 _PLAIN_DELTA = frozenset({"role", "content"})
 _LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
+# an event of Anthropic's API with a part of a block that a chat completion lacks
+_UNTOLD = re.compile(rb'content_block_(?:start(?!.*"type":\s*"text")|delta)')
 _UNCONTINUED = ("tools", "functions", "audio", "echo", "suffix", "best_of", "structured_outputs", "grammar")
 
 
@@ -49,6 +52,8 @@ async def said_in(turn: Turn, chunks: Sequence[Chunk]) -> Said | None:
     head: dict[str, Any] = {}
     tokens = 0
     for chunk in chunks:
+        if not chunk.data and _UNTOLD.search(chunk.native):
+            return None
         for payload in chunk.each():
             piece = msgspec.json.decode(payload)
             head = head or {key: piece[key] for key in ("id", "created", "object") if key in piece}

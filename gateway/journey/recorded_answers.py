@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from cache import CacheUnavailable, Controls, Entry, ExactCache, Fingerprint, Outcome, Recorded
+from cache import CacheUnavailable, Controls, Entry, ExactCache, Fingerprint, Outcome
 from cache.eligibility import Refusal, is_cut_as_asked, store_refusal
 from cache.entry import ASKED, digest_of, pack_context
 from cache.exact import LookupMiss
@@ -25,6 +25,7 @@ from gateway.journey.outcomes import Looked, SemanticResult, Spent, Stored
 from gateway.journey.queue import ranking
 from gateway.journey.rate_limits import Headers, Limits
 from gateway.journey.semantic import SemanticLookup
+from gateway.journey.storing import recorded
 from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
 from gateway.settings import CacheSettings
@@ -236,7 +237,8 @@ def _entry_of(flight: Flight, spent: Spent, ttl_s: float, *, is_findable: bool) 
     Without `is_findable` the entry's text is None, so it is never embedded; a label has its digest,
     for purges.
     """
-    generation, chunks = flight.generation, flight.chunks
+    generation = flight.generation
+    pieces, more_labels = recorded(flight.chunks)
     fingerprint, controls = generation.looked.fingerprint, generation.turn.controls
     progress = generation.answered.progress
     duration_ms = int(progress.attempt.duration_ms if progress.attempt is not None else 0)
@@ -247,21 +249,19 @@ def _entry_of(flight: Flight, spent: Spent, ttl_s: float, *, is_findable: bool) 
         "prompt_tokens": spent.usage.prompt_tokens,
         "completion_tokens": spent.usage.completion_tokens,
         "duration_ms": duration_ms,
-        "has_usage_chunk": int(bool(chunks) and chunks[-1].is_usage_only),
+        **more_labels,
     }
     if spent.answer_baseline_microusd is not None:
         labels["baseline_microusd"] = spent.answer_baseline_microusd
     if not is_findable and fingerprint.text is not None:
         labels[ASKED] = digest_of(fingerprint.text)
-    if chunks and chunks[0].media:
-        labels["media"] = chunks[0].media
     return Entry(
         partition=fingerprint.partition,
         exact=fingerprint.exact,
         compat=fingerprint.compat,
         text=fingerprint.text if is_findable else None,
         context=pack_context(fingerprint.context) if is_findable else b"",
-        chunks=tuple([Recorded(chunk.data, chunk.is_whole, chunk.count) for chunk in chunks]),
+        chunks=pieces,
         created_at=time.time(),
         ttl_s=ttl_s,
         namespace=controls.namespace,

@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from cache import Entry, Fingerprint
+from cache import Entry, Fingerprint, Recorded
+from gateway.backends.anthropic.answer import MessageReader
+from gateway.wire.chunks import read
 from gateway.wire.fold import fold
 from gateway.wire.types import Chunk
 
@@ -20,13 +23,42 @@ def deployment_of(entry: Entry | None) -> str:
     return str(entry.labels.get("deployment", "")) if entry is not None else ""
 
 
+def recorded(chunks: Sequence[Chunk]) -> tuple[tuple[Recorded, ...], dict[str, str | int]]:
+    """The pieces of an entry that records `chunks`, and the labels by which `chunks_of` reads them.
+
+    An answer of Anthropic's API is recorded as it came, with the `created` of its chat completion.
+    """
+    labels: dict[str, str | int] = {}
+    if chunks and chunks[0].native:
+        first = next(chunk.data for chunk in chunks if chunk.data)
+        labels["native_at"] = msgspec.json.decode(first)["created"]
+        natives = [chunk.native for chunk in chunks if chunk.native]
+        return (Recorded(b"\n".join(natives), count=len(natives)),), labels
+    if chunks and chunks[0].media:
+        labels["media"] = chunks[0].media
+    labels["has_usage_chunk"] = int(bool(chunks) and chunks[-1].is_usage_only)
+    return tuple([Recorded(chunk.data, chunk.is_whole, chunk.count) for chunk in chunks]), labels
+
+
 def chunks_of(entry: Entry) -> list[Chunk]:
     """The recorded chunks, as the wire's values."""
+    if "native_at" in entry.labels:
+        return _translated(entry.chunks[0].data.split(b"\n"), int(entry.labels["native_at"]))
     chunks = [Chunk(data=r.data, is_whole=r.is_whole, count=r.count) for r in entry.chunks]
     if entry.labels.get("has_usage_chunk") and chunks:
         chunks[-1] = Chunk(data=chunks[-1].data, is_usage_only=True)
     if (media := entry.labels.get("media")) and chunks:
         chunks[0] = Chunk(data=chunks[0].data, count=chunks[0].count, media=str(media))
+    return chunks
+
+
+def _translated(natives: Sequence[bytes], created: int) -> list[Chunk]:
+    """The chunks of an answer of Anthropic's API, each with what it came from."""
+    reader, chunks = MessageReader(created), list[Chunk]()
+    for native in natives:
+        payloads = reader.whole(native) if len(natives) == 1 else reader.chunks([native])
+        translated = [read(payload) for payload in payloads if payload != _DONE] or [Chunk(b"")]
+        chunks += [replace(translated[0], native=native), *translated[1:]]
     return chunks
 
 
@@ -73,16 +105,19 @@ _WORD = re.compile(r"\w+")
 
 
 class _WithId(msgspec.Struct):
-    id: str
+    id: str | None = None
+    message: "_WithId | None" = None  # in the first event of Anthropic's API
 
 
 _WITH_ID = msgspec.json.Decoder(_WithId)
+_DONE = b"[DONE]"
 
 
 def answer_id(entry: Entry) -> str | None:
     """The `id` in the body of the entry's answer, the same in every replay; None if it has none."""
     try:
-        return _WITH_ID.decode(entry.chunks[0].data).id
+        first = _WITH_ID.decode(entry.chunks[0].data.partition(b"\n")[0])
+        return (first.message or first).id
     except (IndexError, msgspec.DecodeError):
         return None
 

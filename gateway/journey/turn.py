@@ -102,6 +102,7 @@ class Turn(msgspec.Struct, frozen=True):
     marked: dict[str, Any] | None = None
     upload: FormFiles | None = None
     passage: Passage | None = None
+    trace: tuple[tuple[str, str], ...] = ()  # the headers that bind its spans to a trace
 
     @property
     def shortened_to(self) -> int | None:
@@ -165,7 +166,17 @@ def turn_of(
         deadline=_deadline(headers.get("x-stainless-read-timeout"), started),
         labels=labels_of(headers, body.get("metadata", metadata)),
         upload=upload,
+        trace=trace_of(headers),
     )
+
+
+_TRACE = ("traceparent", "tracestate", "baggage")
+
+
+def trace_of(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """The headers of W3C's Trace Context and Baggage that can be sent on."""
+    named = [(name, headers[name]) for name in _TRACE if name in headers]
+    return tuple((name, value) for name, value in named if value.isascii() and value.isprintable())
 
 
 def labels_of(headers: Mapping[str, str], metadata: Any) -> Labels:

@@ -3,7 +3,8 @@
     ApiError                   status, OpenAI's {message, type, param, code}, headers
     ├── ClientError            the base of the client's faults
     ├── BadRequest         400 the request is not valid, `param` names the field
-    │   └── BeyondChat     400 no chat completion can express the request
+    │   ├── BeyondChat     400 no chat completion can express the request
+    │   └── ThreadUnsupported 400 a conversation that the provider would keep
     ├── Unauthenticated    401
     ├── Forbidden          403 the key may not use this model
     ├── NotFound           404 an unknown model or route
@@ -41,13 +42,14 @@ _NO_RETRY = {"x-should-retry": "false"}  # the official SDKs would send it again
 
 class ApiError(Exception):
     """The base of the client's errors. `headers` has lower-case names, and the class's
-    `own_headers`.
+    `own_headers`. `cause` is the status that a deployment's server answered with, if that is why.
     """
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
     own_headers: ClassVar[Mapping[str, str]] = {}
+    details: ClassVar[Mapping[str, Any]] = {}  # of an error in Anthropic's shape
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class ApiError(Exception):
         self.error_code = code or self.code
         self.headers = {**self.own_headers, **(headers or {})}
         self.http_status = self.status
+        self.cause: int | None = None
         self.raw_body: bytes | None = None
 
     @property
@@ -116,6 +119,22 @@ class BeyondChat(BadRequest):
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message, param=param)
+
+
+class ThreadUnsupported(BadRequest):
+    """The provider would keep the conversation, where no team owns it and no cache sees it.
+
+    Anthropic's SDKs then send the whole conversation (anthropic-sdk-python, lib/threads).
+    """
+
+    details: ClassVar[Mapping[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+    def __init__(self) -> None:
+        super().__init__(
+            "`thread` is not supported here: send the whole conversation as `messages`",
+            param="thread",
+            code="unsupported_parameter",
+        )
 
 
 class Unauthenticated(ClientError):

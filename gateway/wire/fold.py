@@ -17,7 +17,7 @@ from gateway.wire.types import Chunk, size_of
 
 _FIRST = frozenset({"id", "created", "model"})  # Azure's first chunk has these empty
 # obfuscation pads chunks against eavesdroppers
-_DROPPED = frozenset({"object", "choices", "obfuscation", "usage_at_start"})
+_DROPPED = frozenset({"object", "choices", "obfuscation"})
 # other text in a delta arrives in parts; these arrive whole, from some servers repeatedly
 _IDENTITY = frozenset({"id", "type", "name", "role", "index"})
 

@@ -96,7 +96,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     completion both are a `text_completion`. A plain answer is a whole, or bytes of the type
     `media`. Chunks that arrived together and differ only in their text are one piece: `count` of
     them, each on a line of `data`. The other fields are the results of a partial parse, so that no
-    later step parses `data` again.
+    later step parses `data` again. `native` has what `data` was translated from, as it came: an event
+    or the whole answer of Anthropic's API. An event that a chat completion lacks has no `data`.
     """
 
     data: bytes
@@ -109,10 +110,13 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     count: int = 1
     media: str = ""
     status: int = 200  # of the response that it belongs to
+    native: bytes = b""
 
     def each(self) -> list[bytes]:
         """The JSON of each chunk in this piece."""
-        return [self.data] if self.count == 1 else self.data.split(b"\n")
+        if self.count == 1:
+            return [self.data] if self.data else []
+        return self.data.split(b"\n")
 
 
 _data_of = attrgetter("data")

@@ -83,8 +83,12 @@ class _Tiered(_Tier, frozen=True):
     response: _Tier | None = None  # of an event of the Responses API
 
 
-class _Start(msgspec.Struct, gc=False):
-    usage_at_start: msgspec.Raw = msgspec.Raw(b"null")
+class _Begun(msgspec.Struct):
+    usage: dict[str, Any]
+
+
+class _Start(msgspec.Struct):
+    message: _Begun
 
 
 _decode = msgspec.json.Decoder(_Reported).decode
@@ -170,14 +174,10 @@ def from_anthropic(given: Mapping[str, Any], rounds: int = 0) -> dict[str, Any]:
     return usage | ({"rounds": rounds} if rounds else {})
 
 
-def usage_at_start(chunk: bytes) -> Usage | None:
-    """The tokens that Anthropic reports before a stream's text, in its first chunk; None if
-    missing.
-    """
-    if b'"usage_at_start"' not in chunk:
-        return None
+def usage_at_start(native: bytes) -> Usage | None:
+    """The tokens that Anthropic reports in the first event of a stream; None if missing."""
     try:
-        return usage_of(msgspec.json.decode(chunk, type=_Start).usage_at_start)
+        return usage_of(msgspec.json.encode(from_anthropic(msgspec.json.decode(native, type=_Start).message.usage)))
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 
@@ -195,13 +195,6 @@ def tier_of(chunks: Sequence[Chunk]) -> str:
                     if part is not None and isinstance(part.service_tier, str) and part.service_tier:
                         return part.service_tier.lower()[:100]
     return ""
-
-
-def without_usage_at_start(chunk: bytes) -> bytes:
-    """A chunk without the early count of tokens, which only bills and messages use."""
-    if b'"usage_at_start"' not in chunk:
-        return chunk
-    return msgspec.json.encode({k: v for k, v in msgspec.json.decode(chunk).items() if k != "usage_at_start"})
 
 
 def _cleaned(usage: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 
 from gateway.api.asgi import Receive, Scope, Send, send_whole
 from gateway.api.front import Front
+from gateway.api.headers import base_headers
 
 
 async def _echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,3 +123,17 @@ async def test_head_asks_what_get_asks() -> None:
     assert (await ask("HEAD", "/v1/models")).status_code == 200
     assert (await ask("HEAD", "/healthz")).headers["x-asked"] == "GET /healthz"
     assert (await ask("HEAD", "/v1/chat/completions")).headers["allow"] == "POST"
+
+
+async def test_a_clients_own_id_of_a_request_comes_back() -> None:
+    """The gateway's then has a name of its own; without one it is the id."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send_whole(send, 200, base_headers("req_1"), b"")
+
+    transport = httpx.ASGITransport(Front(_echo, {"/v1/models": {"GET": answer}}))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        named = await client.get("/v1/models", headers={"x-request-id": "mine"})
+        plain = await client.get("/v1/models")
+    assert (named.headers["x-request-id"], named.headers["x-sameway-request-id"]) == ("mine", "req_1")
+    assert (plain.headers["x-request-id"], plain.headers.get("x-sameway-request-id")) == ("req_1", None)

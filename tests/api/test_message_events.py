@@ -122,7 +122,7 @@ def test_the_text_that_ended_an_answer_is_named() -> None:
 def test_an_error_inside_a_stream_has_anthropics_shape() -> None:
     """By its status, and with the words of a deployment's own error."""
     (told,) = events(MessageRenderer("m", True, "req_1").failed(Unavailable("No room")))
-    assert told["error"] == {"type": "overloaded_error", "message": "No room"}
+    assert told["error"] == {"type": "api_error", "message": "No room"}
     own = Upstream("x")
     own.http_status, own.raw_body = 400, b'{"error":{"message":"Bad field"}}'
     (told,) = events(MessageRenderer("m", True, "req_1").failed(own))

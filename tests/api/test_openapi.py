@@ -51,3 +51,11 @@ def test_every_operation_states_its_key_its_errors_and_its_types() -> None:
     assert list(chat["200"]["content"]) == ["application/json", "text/event-stream"]
     assert {"400", "403", "404", "413", "415", "429", "503"} <= chat.keys()
     assert list(DOCUMENT["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
+
+
+def test_each_surface_states_its_own_errors() -> None:
+    """Anthropic's for messages, OpenAI's for the others."""
+    for path, schema in (("/v1/messages", "MessageError"), ("/v1/chat/completions", "ErrorBody")):
+        for status, told in DOCUMENT["paths"][path]["post"]["responses"].items():
+            if status != "200":
+                assert told["content"]["application/json"]["schema"]["$ref"].endswith(schema)

@@ -164,3 +164,20 @@ def test_calls_without_an_index_are_told_apart_by_their_ids() -> None:
         told.events([read(msgspec.json.encode({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]}))])
     output = json.loads(told.whole([], None))["output"]
     assert [(item["call_id"], item["arguments"]) for item in output] == [("a", "123"), ("b", "4")]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_citations_and_the_tier_of_a_chat_are_told(is_stream: bool) -> None:
+    """Each as the Responses API has it, flat, after its text; also where the chat came whole."""
+    cited = {"start_index": 0, "end_index": 4, "title": "t", "url": "https://example.com"}
+    message = {"content": "News.", "annotations": [{"type": "url_citation", "url_citation": cited}]}
+    body = msgspec.json.decode(whole(message)) | {"service_tier": "flex"}
+    renderer = response(is_stream=is_stream)
+    told = renderer.events(unfold(msgspec.json.encode(body))) + renderer.end()
+    answer = json.loads(renderer.body())
+    (part,) = answer["output"][0]["content"]
+    assert (part["text"], part["annotations"]) == ("News.", [{"type": "url_citation", **cited}])
+    assert answer["service_tier"] == "flex"
+    if is_stream:
+        (added,) = [event for event in events(told) if event["type"].endswith("annotation.added")]
+        assert (added["annotation_index"], added["annotation"]) == (0, part["annotations"][0])

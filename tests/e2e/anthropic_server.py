@@ -74,6 +74,7 @@ class Server(ThreadingHTTPServer):
         self.judge: Callable[[dict[str, Any]], str] | None = None  # the words of its refusal of a body, or nothing
         self.refusal: tuple[int, dict[str, Any]] | None = None
         self.events_max: int | None = None  # a stream breaks off after these
+        self.recorded: bytes | None = None  # a stream's bytes, instead of the events of `answer`
         self.counted = {"input_tokens": 4711}
         self.seen: list[tuple[dict[str, str], str, bytes]] = []
 
@@ -100,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif json.loads(raw).get("stream"):
             told = list(events(self.server.answer))[: self.server.events_max]
             data = b"".join(f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode() for one in told)
-            self._send(200, "text/event-stream", data)
+            self._send(200, "text/event-stream", self.server.recorded or data)
         else:
             self._send(200, "application/json", json.dumps(self.server.answer).encode())
 

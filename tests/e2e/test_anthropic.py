@@ -32,7 +32,7 @@ def server_process() -> Iterator[Server]:
 def server(server_process: Server) -> Server:
     """The shared server, with its first script and nothing seen."""
     server_process.answer = message([{"type": "text", "text": "Hello."}], "end_turn")
-    server_process.refusal = server_process.events_max = None
+    server_process.refusal = server_process.events_max = server_process.recorded = None
     server_process.seen.clear()
     return server_process
 
@@ -54,7 +54,7 @@ def behind(
     config = {
         "models": {
             "claude": {"deployments": [{**claude, "name": "claude", "allow_fields": ["web_search"]}]},
-            "claude-test": {"deployments": [{**claude, "name": "same-name"}]},
+            "claude-test": {"deployments": [{**claude, "name": "same-name", "is_traced": False}]},
             "either": {"policy": "cheapest", "deployments": [free, deployment(upstream_process.url, "backup")]},
         }
     }
@@ -249,6 +249,191 @@ def test_every_block_comes_back_unchanged(claude: Anthropic, server: Server, is_
     if not is_stream:  # the SDK adds up a stream's usage without it
         assert used["cache_creation"] == {"ephemeral_5m_input_tokens": 100, "ephemeral_1h_input_tokens": 200}
     assert len(server.seen) == 1
+
+
+def _start(index: int, **block: Any) -> dict[str, Any]:
+    return {"type": "content_block_start", "index": index, "content_block": block}
+
+
+def _delta(index: int, kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "content_block_delta", "index": index, "delta": {"type": kind, **fields}}
+
+
+def _stop(index: int) -> dict[str, Any]:
+    return {"type": "content_block_stop", "index": index}
+
+
+# the shapes of the streams that anthropic-sdk-python's tests record (tests/lib/streaming/fixtures), and
+# a block and a delta of a later version
+LATER_USAGE = {"input_tokens": 40, "cache_read_input_tokens": 7, "output_tokens": 8}
+LATER_USAGE |= {"output_tokens_details": {"thinking_tokens": 3}, "server_tool_use": {"web_search_requests": 1}}
+LATER_USAGE |= {"iterations": [{"type": "message", "input_tokens": 40, "output_tokens": 8}]}
+LATER: list[dict[str, Any]] = [
+    {"type": "future_event", "usage": {"input_tokens": 99}},
+    {
+        "type": "message_start",
+        "message": {
+            "id": "msg_01Later",
+            "type": "message",
+            "role": "assistant",
+            "content": [],
+            "model": "claude-opus-4-7",
+            "stop_reason": None,
+            "stop_sequence": None,
+            "input_transformations": [{"type": "thinking_dropped", "path": "messages.0.content.0"}],
+            "usage": {"input_tokens": 25, "output_tokens": 1, "service_tier": "standard", "inference_geo": "eu"},
+        },
+    },
+    _start(0, type="compaction", content=None, encrypted_content=None),
+    {"type": "ping"},
+    _delta(0, "compaction_delta", content="Earlier.", encrypted_content="EpwBCioI"),
+    _stop(0),
+    _start(1, type="text", text="", citations=None),
+    _delta(1, "text_delta", text="Hello "),
+    _delta(1, "text_delta", text="there"),
+    _stop(1),
+    _start(2, type="later_block", steps=[], note="a"),
+    _delta(2, "later_delta", steps=[1], note="b"),
+    _stop(2),
+    _start(3, type="tool_use", id="toolu_1", name="look", caller={"type": "direct"}, input={}),
+    _delta(3, "input_json_delta", partial_json='{"n": 1.50}'),
+    _stop(3),
+    {
+        "type": "message_delta",
+        "delta": {
+            "stop_reason": "tool_use",
+            "stop_sequence": None,
+            "stop_details": None,
+            "container": {"id": "container_01", "expires_at": "2027-01-01T00:00:00Z"},
+        },
+        "usage": LATER_USAGE,
+        "context_management": {"applied_edits": [{"type": "clear_tool_uses_20250919", "cleared_tool_uses": 2}]},
+    },
+    {"type": "message_stop"},
+]
+
+
+def _post(behind: Gateway, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{behind.base_url}{path}", json=body, headers={"x-api-key": API_KEY}, timeout=30)
+
+
+def _events(raw: httpx.Response) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in raw.text.split("\n") if line.startswith("data: ")]
+
+
+def test_a_stream_of_its_api_is_kept_and_repeated_as_it_came(behind: Gateway, server: Server) -> None:
+    """Events, blocks, deltas and fields of any version, fresh and from the cache; the whole of it has them all."""
+    server.recorded = b"".join(f"event: {one['type']}\ndata: {json.dumps(one)}\n\n".encode() for one in LATER)
+    asked = {
+        "model": "claude",
+        "max_tokens": 50,
+        "messages": [{"role": "user", "content": f"Later {next(_fresh)}"}],
+    }
+    fresh, again = (_post(behind, "/messages", {**asked, "stream": True}) for _ in range(2))
+    assert again.headers["x-sameway-cache"] == "exact"
+    assert _events(fresh) == _events(again) == LATER
+    whole = _post(behind, "/messages", asked)
+    assert whole.headers["x-sameway-cache"] == "exact"
+    start, end = LATER[1]["message"], LATER[-2]
+    assert whole.json() == {
+        **start,
+        **end["delta"],
+        "context_management": end["context_management"],
+        "usage": {**start["usage"], **LATER_USAGE},
+        "content": [
+            {"type": "compaction", "content": "Earlier.", "encrypted_content": "EpwBCioI"},
+            {"type": "text", "text": "Hello there", "citations": None},
+            {"type": "later_block", "steps": [1], "note": "ab"},
+            {"type": "tool_use", "id": "toolu_1", "name": "look", "caller": {"type": "direct"}, "input": {"n": 1.5}},
+        ],
+    }
+    chat = _post(behind, "/chat/completions", {**asked, "max_tokens": None, "max_completion_tokens": 50})
+    assert chat.headers["x-sameway-cache"] == "exact"
+    said = chat.json()["choices"][0]["message"]
+    assert (said["content"], said["tool_calls"][0]["id"]) == ("Hello there", "toolu_1")
+    assert len(server.seen) == 1
+
+
+def test_a_whole_answer_of_its_api_is_kept_and_repeated_as_it_came(
+    claude: Anthropic, behind: Gateway, server: Server
+) -> None:
+    """Byte for byte where it need not change; its stream builds the same message in Anthropic's SDK."""
+    more = {"container": {"id": "container_01", "expires_at": "2027-01-01T00:00:00Z"}, "stop_details": None}
+    edits = {"applied_edits": [{"type": "clear_thinking_20251015", "cleared_input_tokens": 5}]}
+    compacted = {"type": "compaction", "content": "Earlier.", "encrypted_content": "EpwB"}
+    called = {"type": "tool_use", "id": "t1", "name": "look", "input": {"n": 1}, "caller": {"type": "direct"}}
+    blocks = [compacted, *BLOCKS, called]
+    server.answer = {**message(blocks), **more, "context_management": edits, "later": [1]}
+    asked: Any = {"max_tokens": 50, "messages": [{"role": "user", "content": f"Whole {next(_fresh)}"}]}
+    for _ in range(2):
+        told = _post(behind, "/messages", {"model": "claude", **asked})
+        assert told.text == json.dumps(server.answer)
+    with claude.beta.messages.stream(model="claude", **asked) as stream:
+        built = stream.get_final_message()
+    told_by_sdk = claude.beta.messages.create(model="claude", **asked)
+    plain = [one.model_dump(exclude={"content": {"__all__": {"parsed_output"}}}) for one in (built, told_by_sdk)]
+    assert plain[0] == plain[1]
+    assert len(server.seen) == 1
+
+
+def test_a_thread_is_refused_so_that_the_sdk_sends_the_whole_conversation(claude: Anthropic, server: Server) -> None:
+    """Its tool runner keeps threads at the provider by default; no team owns one here, and no cache sees it."""
+
+    @anthropic.beta_tool
+    def look(where: str) -> str:
+        """Look.
+
+        Args:
+            where: The place.
+        """
+        server.answer = message([{"type": "text", "text": "Sunny."}], "end_turn")
+        return f"sun in {where}"
+
+    server.answer = message([{"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"where": "Rome"}}])
+    question: Any = [{"role": "user", "content": f"Look, {next(_fresh)}"}]
+    last = claude.beta.messages.tool_runner(model="claude", max_tokens=99, tools=[look], messages=question).until_done()
+    assert last.content[0].type == "text"
+    sent = [json.loads(raw) for _, _, raw in server.seen]
+    assert [len(one["messages"]) for one in sent] == [1, 3]
+    assert not any("thread" in one for one in sent)
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        claude.beta.messages.count_tokens(model="claude", messages=question, extra_body={"thread": {"type": "create"}})
+    assert refused.value.body["error"]["details"]["error_code"] == "thread_unsupported_request"  # type: ignore[index]
+
+
+def test_what_names_the_providers_state_is_not_answered_from_the_cache(claude: Anthropic, server: Server) -> None:
+    """Nor is it kept for others, nor sent to another kind of server."""
+    asked: Any = {"model": "claude", "max_tokens": 9, "messages": [{"role": "user", "content": str(next(_fresh))}]}
+    for _ in range(2):
+        claude.messages.create(**asked, extra_body={"diagnostics": {"previous_message_id": "msg_1"}})
+    assert len(server.seen) == 2
+    for _ in range(2):
+        claude.messages.create(**asked, extra_body={"diagnostics": {"previous_message_id": None}})
+    assert len(server.seen) == 3
+
+
+def test_another_servers_thinking_is_not_sent_to_anthropic(claude: Anthropic, server: Server) -> None:
+    """It has no signature of Anthropic's, which refuses the request for that; its own thinking stays."""
+    others = [{"type": "thinking", "thinking": "Hm", "signature": one} for one in ("", "sameway1.e30=")]
+    others.append({"type": "redacted_thinking", "data": "sameway1.e30="})
+    own: list[Any] = [{"type": "thinking", "thinking": "So", "signature": "EqQB"}, {"type": "text", "text": "Yes."}]
+    turns: Any = [{"role": "user", "content": str(next(_fresh))}, {"role": "assistant", "content": [*others, *own]}]
+    turns.append({"role": "user", "content": "And?"})
+    claude.messages.create(model="claude", max_tokens=9, messages=turns)
+    assert json.loads(server.seen[-1][2])["messages"][1]["content"] == own
+
+
+def test_a_trace_goes_on_at_the_deployment(claude: Anthropic, server: Server) -> None:
+    """Unless the operator forbids it; nothing else of a client's headers does."""
+    trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "baggage": "user=1"}
+    for model, expected in (("claude", trace), ("claude-test", {})):
+        asked: Any = [{"role": "user", "content": str(next(_fresh))}]
+        claude.messages.create(
+            model=model, max_tokens=9, messages=asked, extra_headers={**trace, "x-secret": "1", "x-request-id": "mine"}
+        )
+        headers = server.seen[-1][0]
+        assert {name: headers[name] for name in (*trace, "x-secret") if name in headers} == expected
+        assert headers["x-request-id"].startswith("req_")
 
 
 def test_what_only_anthropics_api_says_needs_such_a_deployment(claude: Anthropic, server: Server) -> None:

@@ -300,6 +300,20 @@ async def test_moderations_run_in_a_batch(host: Host) -> None:
     assert (errors, [len(one["response"]["body"]["results"]) for one in output]) == ([], [1])
 
 
+async def test_a_batch_may_have_azures_name_of_its_endpoint(host: Host) -> None:
+    """Without `/v1`, for itself and in its lines; it is shown as it was sent."""
+    file = await host.client.files.create(file=("in.jsonl", line("a", url="/chat/completions")), purpose="batch")
+    made: Any = await host.client.batches.create(
+        input_file_id=file.id,
+        endpoint="/chat/completions",  # type: ignore[arg-type]
+        completion_window="24h",
+    )
+    assert made.endpoint == "/chat/completions"
+    await run(host)
+    _, output, errors = await results(host.client, made.id)
+    assert (errors, [one["response"]["status_code"] for one in output]) == ([], [200])
+
+
 async def test_another_team_finds_no_batch(host: Host) -> None:
     """Another team can neither see nor cancel a batch, nor begin one of this team's file; deleting a team takes all."""
     team_id, other = await host.team()

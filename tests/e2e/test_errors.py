@@ -171,6 +171,13 @@ def test_unknown_routes(gateway: Gateway, method: str, path: str, status: int) -
         ("GET", "/admin/api/keys/1", "DELETE, PATCH"),
         ("DELETE", "/admin/login", "GET, HEAD, POST"),
         ("POST", "/healthz", "GET, HEAD"),
+        ("PUT", "/v1/responses/resp_1", "DELETE, GET, HEAD"),
+        ("POST", "/v1/responses/resp_1", "DELETE, GET, HEAD"),
+        ("GET", "/v1/responses/resp_1/cancel", "POST"),
+        ("DELETE", "/v1/conversations/conv_1/items", "GET, HEAD, POST"),
+        ("POST", "/v1/conversations/conv_1/items/msg_1", "DELETE, GET, HEAD"),
+        ("POST", "/v1/batches/batch_1", "GET, HEAD"),
+        ("DELETE", "/v1/files/file-1/content", "GET, HEAD"),
     ],
 )
 def test_a_wrong_method_is_told_all_the_right_ones(gateway: Gateway, method: str, path: str, allowed: str) -> None:

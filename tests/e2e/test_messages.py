@@ -198,7 +198,7 @@ def test_what_is_wrong_or_not_supported_is_refused_by_name(
 
 
 def test_every_refusal_of_its_routes_has_anthropics_shape(gateway: Gateway) -> None:
-    """Of a path, a method, a body and a key, with the request's id; 529 where every deployment is too busy."""
+    """Of a path, a method, a body and a key, with the request's id; a deployment's 429 where that is why."""
     for method, path, status, kind in (
         ("GET", "/v1/messages", 405, "invalid_request_error"),
         ("DELETE", "/v1/messages/count_tokens", 405, "invalid_request_error"),
@@ -212,7 +212,7 @@ def test_every_refusal_of_its_routes_has_anthropics_shape(gateway: Gateway) -> N
     with Anthropic(base_url=gateway.root, api_key=API_KEY, max_retries=0) as claude:
         with pytest.raises(anthropic.APIStatusError) as busy:
             claude.messages.create(model="busy", max_tokens=5, messages=said(question()))
-        assert (busy.value.status_code, busy.value.response.headers["retry-after"]) == (529, "7")
+        assert (busy.value.status_code, busy.value.response.headers["retry-after"]) == (429, "7")
 
 
 def test_tokens_are_counted(claude: Anthropic) -> None:

@@ -42,9 +42,9 @@ async def test_a_leaver_pays_for_the_prompt_that_was_counted_at_the_start(world:
     """Anthropic counts a prompt, its cached and written parts too, before the first word: no estimate replaces that."""
     go = asyncio.Event()
     head = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
-    details = {"cached_tokens": 100, "cache_write_tokens": 1_000}
-    count = {"prompt_tokens": 1_150, "completion_tokens": 1, "prompt_tokens_details": details}
-    started = Chunk(msgspec.json.encode({**head, "usage_at_start": count}))
+    count = {"input_tokens": 50, "cache_read_input_tokens": 100, "cache_creation_input_tokens": 1_000}
+    event = {"type": "message_start", "message": {"usage": count}}
+    started = Chunk(msgspec.json.encode(head), native=msgspec.json.encode(event))
     world.backends["dear"].plays(started, "word", go)
     client = world.begin(
         model="dear", stream=True, max_tokens=450, messages=[{"role": "user", "content": "x " * 2_000}]
@@ -55,20 +55,6 @@ async def test_a_leaver_pays_for_the_prompt_that_was_counted_at_the_start(world:
     (row,) = await world.ledger()
     assert (row.usage.prompt_tokens, row.usage.cached_tokens, row.usage.cache_write_tokens) == (1_150, 100, 1_000)
     assert row.usage_estimated
-
-
-@pytest.mark.parametrize("usage", [False, True])
-async def test_a_count_at_the_start_is_no_field_of_a_chat(world: World, usage: bool) -> None:
-    """It is for bills and for Anthropic's messages: a streamed chat has OpenAI's fields alone, fresh and from the cache."""
-    count = {"prompt_tokens": 1_150, "completion_tokens": 1}
-    head = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "usage_at_start": count}
-    world.backends["dear"].plays(Chunk(msgspec.json.encode(head)), "word", Finish(), Tokens(prompt=1_150, completion=1))
-    for _ in range(2):
-        reply = await world.ask(model="dear", stream=True, stream_options={"include_usage": usage})
-        assert '"role":"assistant"' in reply.text
-        assert "usage_at_start" not in reply.text
-        await world.quiet()
-    assert reply.headers["x-sameway-cache"] == "exact"
 
 
 async def test_a_count_of_no_prompt_is_estimated(world: World) -> None:

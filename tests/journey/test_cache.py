@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from gateway.wire.types import Chunk
 from tests.journey.conftest import OpenWorld
 from tests.world import Finish, Tokens, Whole, World
 
@@ -81,6 +83,23 @@ async def test_an_answer_that_came_whole_is_replayed_either_way(world: World) ->
     assert [reply.content for reply in (miss, streamed, whole)] == ["all at once"] * 3
     assert [reply.cache for reply in (miss, streamed, whole)] == ["miss", "exact", "exact"]
     assert whole.body == miss.body
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+async def test_a_stream_has_a_usage_of_null_where_openai_has_it(world: World, is_asked: bool) -> None:
+    """In each chunk before the last one, if the client asked for usage; of a stream, and of a stored whole."""
+    delta = {"id": "c", "choices": [{"index": 0, "delta": {"content": "a word"}, "finish_reason": None}], "usage": None}
+    chunk = Chunk(json.dumps(delta, separators=(",", ":")).encode(), has_content=True)
+    options = {"stream_options": {"include_usage": True}} if is_asked else {}
+    for number, steps in enumerate([(chunk, Finish(), Tokens()), (Whole("a word"),)]):
+        world.backends["plain"].plays(*steps)
+        await world.ask(f"hello {number}", stream=number == 0, **options)
+        reply = await world.ask(f"hello {number}", stream=True, **options)
+        assert reply.cache == "exact"
+        told = [event for event in reply.events[:-1] if event["choices"]]
+        has_null = ["usage" in event for event in told if event["choices"][0]["delta"].get("content")]
+        assert has_null == [is_asked] * len(has_null)
+        assert has_null
 
 
 @pytest.mark.parametrize("is_asked", [False, True])

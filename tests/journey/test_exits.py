@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from gateway.backends.refusals import UpstreamRefusal, refusal
 from tests.journey.conftest import OpenWorld
 from tests.services import RedisServer
-from tests.world import Finish, Tokens, World, rejected
+from tests.world import Finish, Tokens, World, overloaded, rejected, unavailable
 
 INTERNAL = "The gateway failed while it answered this request"
 
@@ -278,3 +279,37 @@ async def test_a_refusal_leaves_nothing_to_the_collector(world: World, how: dict
     finally:
         gc.enable()
     assert left // 10 == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (408, "timeout_error"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+        (502, "api_error"),
+        (503, "api_error"),
+        (504, "timeout_error"),
+        (529, "overloaded_error"),
+    ],
+)
+async def test_a_message_learns_why_its_deployment_failed(world: World, status: int, kind: str) -> None:
+    """Each status is one of its own in Anthropic's API; a limit comes with the provider's words and numbers."""
+    told, limits = b'{"error": {"message": "Slow down."}}', {"x-ratelimit-remaining-tokens": "0"}
+    world.backends["plain"].plays(refusal(UpstreamRefusal(status, told, 7.0, limits=limits)))
+    asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+    reply = await world.ask(None, path="/v1/messages", **asked)
+    assert (reply.status, reply.error["type"]) == (status, kind)
+    assert reply.headers["request-id"] == reply.headers["x-request-id"]
+    if status == 429:
+        assert "Slow down." in reply.error["message"]
+        assert (reply.headers["x-ratelimit-remaining-tokens"], reply.headers["retry-after"]) == ("0", "7")
+
+
+async def test_a_full_queue_is_no_failure_for_a_message(world: World) -> None:
+    """It is what Anthropic calls overloaded; a connection that fails is not."""
+    asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+    for failure, told in ((overloaded(), (529, "overloaded_error")), (unavailable(), (503, "api_error"))):
+        world.backends["plain"].plays(failure)
+        reply = await world.ask(None, path="/v1/messages", **asked)
+        assert (reply.status, reply.error["type"]) == told

@@ -241,6 +241,8 @@ async def test_what_has_no_price_or_no_owner_is_refused_by_its_name(
         ({"tools": [{**_SPACE, "tools": [{"type": "function", "name": None}]}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"input": _ITEMS}, "input[3].type"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
     ],
 )
 async def test_without_such_a_deployment_the_tool_is_named(world: World, fields: dict[str, Any], param: str) -> None:

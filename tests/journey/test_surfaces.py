@@ -23,7 +23,7 @@ from gateway.backends.managed import ManagedBackend
 from gateway.deployments.build import describe
 from gateway.journey.turn import arrive, read_turn
 from gateway.settings import CAPABILITIES, DeploymentSettings
-from gateway.wire.types import opened
+from gateway.wire.types import Chunk, opened
 from tests.journey.conftest import OpenWorld
 from tests.surfaces import BACKENDS, FEATURES, QUESTION, Feature, Idle, Own, Refused
 from tests.world import TOO_DEEP, Finish, Reply, Tokens, World, deployment
@@ -267,6 +267,26 @@ async def test_a_part_of_a_field_is_never_left_out(world: World, surface: str, f
     refused = await ask(world, surface, fields)
     assert refused.status == 400
     assert param in (refused.error.get("param") or refused.error["message"])
+
+
+async def test_a_container_belongs_to_the_team_whose_answer_named_it(open_a_world: OpenWorld) -> None:
+    """Another team that names it finds nothing; the team itself goes on there, past the cache."""
+    able = deployment("able", capabilities=sorted(CAPABILITIES | {"messages"}), allow_fields=["container"])
+    world = await open_a_world(models={"mock": {"deployments": [able]}})
+    mine, another = [await world.team(name) for name in ("mine", "others")]
+    message = {"type": "message", "id": "msg_1", "content": [], "container": {"id": "container_1"}}
+    chat = {"id": "msg_1", "created": 1, "choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": "stop"}]}
+    data, native = json.dumps(chat).encode(), json.dumps(message).encode()
+    world.backends["able"].plays(Chunk(data, has_content=True, finish_reasons=("stop",), native=native), Tokens())
+    asked = {"model": "mock", "max_tokens": 9, "messages": _USER}
+    first = await world.ask(None, path=PATHS["messages"], key=mine.key, **asked)
+    assert first.json["container"] == {"id": "container_1"}
+    for key, statuses in ((another.key, [404, 404]), (mine.key, [200, 200])):
+        replies = [
+            await world.ask(None, path=PATHS["messages"], key=key, **asked, container="container_1") for _ in range(2)
+        ]
+        assert [reply.status for reply in replies] == statuses
+    assert len(world.backends["able"].calls) == 3
 
 
 _GIVEN = {"base_url": "http://0.0.0.0/v1", "passthrough": ["GET /files/*"]}

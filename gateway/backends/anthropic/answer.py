@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.wire.chunks import UNREADABLE, decoded
+from gateway.wire.messages import MessageFold, events_of
 from gateway.wire.usage import from_anthropic
 
 _FINISHES = {
@@ -37,8 +38,7 @@ class MessageReader:
         self._usage: dict[str, Any] = {}
         self._kinds: dict[int, str] = {}  # of the blocks by their index
         self._calls: dict[int, int] = {}  # the numbers of calls by the index of their block
-        self._others: dict[int, dict[str, Any]] = {}  # blocks of other types, until they are whole
-        self._parts: dict[int, list[str]] = {}  # of their inputs
+        self._others: dict[int, MessageFold] = {}  # blocks of other types, until they are whole
         self._rounds = 0  # at most as many as those blocks
         self._thought: list[str] = []  # of the block that is growing
         self._listed: dict[str, int] = {}  # the number of entries in each field that is a list
@@ -53,7 +53,7 @@ class MessageReader:
             message = decoded(body)
             if message["type"] != "message":
                 return [body]
-            return [chunk for event in _events(message) for chunk in self._take(event)]
+            return [chunk for event in events_of(message) for chunk in self._take(event)]
         except _WRONG:
             return [body]
 
@@ -70,12 +70,11 @@ class MessageReader:
                 message = event["message"]
                 self._head |= {"id": message.get("id"), "model": message.get("model")}
                 self._count(message.get("usage"))
-                head = {**self._head, "usage_at_start": from_anthropic(self._usage)}  # which a message begins with
-                return [self._chunk({"role": "assistant", "content": ""}, head=head)]
+                return [self._chunk({"role": "assistant", "content": ""})]
             case "content_block_start":
-                return self._begin(event["index"], event["content_block"])
+                return self._begin(event, event["index"], event["content_block"])
             case "content_block_delta":
-                return self._grow(event["index"], event["delta"])
+                return self._grow(event, event["index"], event["delta"])
             case "content_block_stop":
                 return self._end(event["index"])
             case "message_delta":
@@ -91,13 +90,14 @@ class MessageReader:
         if isinstance(usage, dict):
             self._usage |= {name: value for name, value in usage.items() if value is not None}
 
-    def _begin(self, index: int, block: dict[str, Any]) -> list[bytes]:
+    def _begin(self, event: dict[str, Any], index: int, block: dict[str, Any]) -> list[bytes]:
         kind = self._kinds[index] = block["type"]
         match kind:
             case "text":
-                follows_text = self._kinds.get(index - 1) == "text"
-                begun = [self._entry("content_blocks", {"type": "text"})] if follows_text else []
-                return begun + ([self._chunk({"content": block["text"]})] if block.get("text") else [])
+                delta: dict[str, Any] = {"content": block["text"]} if block.get("text") else {}
+                if self._kinds.get(index - 1) == "text":
+                    delta["content_blocks"] = [self._numbered("content_blocks", {"type": "text"})]
+                return [self._chunk(delta)] if delta else []
             case "thinking":
                 self._thought = []
                 return [self._think(block["thinking"])] if block.get("thinking") else []
@@ -105,16 +105,20 @@ class MessageReader:
                 return [self._entry("thinking_blocks", block)]
             case "tool_use":
                 number = self._calls[index] = len(self._calls)
-                function = {"name": block.get("name"), "arguments": ""}
-                call = {"index": number, "id": block.get("id"), "type": "function", "function": function}
                 given = block.get("input")
-                begun = [self._chunk({"tool_calls": [call]})]
-                return begun + (self._arguments(index, msgspec.json.encode(given).decode()) if given else [])
-        self._others[index], self._parts[index] = block, []
+                arguments = msgspec.json.encode(given).decode() if given else ""
+                function = {"name": block.get("name"), "arguments": arguments}
+                call = {"index": number, "id": block.get("id"), "type": "function", "function": function}
+                return [self._chunk({"tool_calls": [call]})]
+        self._others[index] = MessageFold()
+        self._others[index].add(event)
         self._rounds += 1
         return []
 
-    def _grow(self, index: int, delta: dict[str, Any]) -> list[bytes]:
+    def _grow(self, event: dict[str, Any], index: int, delta: dict[str, Any]) -> list[bytes]:
+        if index in self._others:
+            self._others[index].add(event)
+            return []
         match delta["type"]:
             case "text_delta":
                 return [self._chunk({"content": delta["text"]})]
@@ -126,33 +130,30 @@ class MessageReader:
             case "citations_delta":
                 return [self._entry("citations", delta["citation"])]
             case "input_json_delta":
-                if index in self._parts:
-                    self._parts[index].append(delta["partial_json"])
-                    return []
                 return self._arguments(index, delta["partial_json"])
-        return []
+        return [self._entry("content_blocks", delta)]  # of a later version
 
     def _arguments(self, index: int, text: str) -> list[bytes]:
         call = {"index": self._calls[index], "function": {"arguments": text}}
         return [self._chunk({"tool_calls": [call]})] if text else []
 
     def _end(self, index: int) -> list[bytes]:
-        block = self._others.pop(index, None)
-        if block is None:
-            return []
-        if text := "".join(self._parts.pop(index)):
-            block = {**block, "input": decoded(text.encode())}
-        return [self._entry("content_blocks", block)]
+        other = self._others.pop(index, None)
+        return [] if other is None else [self._entry("content_blocks", other.message()["content"][0])]
 
     def _think(self, text: str) -> bytes:
         self._thought.append(text)
         return self._chunk({"reasoning_content": text})
 
     def _entry(self, name: str, value: dict[str, Any]) -> bytes:
-        """One entry of a list, with the `index` by which OpenAI's clients join lists."""
+        """A chunk with one entry of a list."""
+        return self._chunk({name: [self._numbered(name, value)]})
+
+    def _numbered(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
+        """The entry of a list with the `index` by which OpenAI's clients join lists."""
         index = self._listed.get(name, 0)
         self._listed[name] = index + 1
-        return self._chunk({name: [{"index": index, **value}]})
+        return {"index": index, **value}
 
     def _finish(self, delta: dict[str, Any]) -> list[bytes]:
         reason = delta.get("stop_reason")
@@ -163,23 +164,6 @@ class MessageReader:
             choice_fields["stop_reason"] = delta.get("stop_sequence")  # as vLLM names it
         return [self._chunk({}, _FINISHES.get(reason, "stop"), **choice_fields)]
 
-    def _chunk(self, delta: dict[str, Any], finish: str | None = None, *, head: Any = None, **more: Any) -> bytes:
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
-        return msgspec.json.encode({**(head or self._head), "choices": [choice]})
-
-
-def _events(message: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """The events that a stream of this whole message would have, one delta for each block's text."""
-    yield {"type": "message_start", "message": message}
-    for index, block in enumerate(message["content"]):
-        yield {"type": "content_block_start", "index": index, "content_block": block}
-        if block["type"] == "text":
-            for citation in block.get("citations") or ():
-                delta = {"type": "citations_delta", "citation": citation}
-                yield {"type": "content_block_delta", "index": index, "delta": delta}
-        if block["type"] == "thinking" and block.get("signature"):
-            delta = {"type": "signature_delta", "signature": block["signature"]}
-            yield {"type": "content_block_delta", "index": index, "delta": delta}
-        yield {"type": "content_block_stop", "index": index}
-    yield {"type": "message_delta", "delta": message}
-    yield {"type": "message_stop"}
+        return msgspec.json.encode({**self._head, "choices": [choice]})

@@ -33,7 +33,16 @@ _TRANSLATED = """
     reasoning_effort user service_tier temperature top_p modalities n verbosity logprobs top_logprobs
 """
 # a zero or nothing at all changes no answer
-_REFUSED = ("presence_penalty", "frequency_penalty", "logit_bias", "functions", "function_call", "prediction", "audio")
+_REFUSED = (
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "functions",
+    "function_call",
+    "prediction",
+    "audio",
+    "thread",
+)
 _KNOWN = frozenset({*DELIVERY, *_TRANSLATED.split(), *_REFUSED})
 
 

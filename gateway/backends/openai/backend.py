@@ -215,7 +215,11 @@ class OpenAIBackend:
                 b"",
                 request.upload.written(self._body(request) if passage is None else request.body),
             )
-        header_lines = f"X-Request-Id: {request.request_id}\r\n{self._fields_of(request)}Content-Type: {media}\r\n"
+        given = set(map(str.lower, self._headers))
+        trace = "".join(f"{name}: {value}\r\n" for name, value in request.trace if name not in given)
+        header_lines = (
+            f"{trace}X-Request-Id: {request.request_id}\r\n{self._fields_of(request)}Content-Type: {media}\r\n"
+        )
         header_lines += f"Content-Length: {size}\r\n\r\n"
         if passage is not None:
             head = self._head(passage.path, passage.method, passage.query, passage.headers)

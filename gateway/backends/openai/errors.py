@@ -17,7 +17,7 @@ from gateway.backends.base import (
     BackendRejected,
     BackendUnavailable,
 )
-from gateway.backends.refusals import UpstreamRefusal, in_band, refusal, retry_after_s, scrubbed
+from gateway.backends.refusals import UpstreamRefusal, in_band, limits_of, refusal, retry_after_s, scrubbed
 from gateway.transport.http_client import Disconnected, Exchange, NotAsked, TransportError, Unreachable
 
 _ABSENT = (404, 405, 409, 410)
@@ -42,7 +42,8 @@ class Translator:
             words = f"The provider redirected the request (HTTP {exchange.status}), and redirects are not followed"
             return BackendRejected(words, status=502)
         is_absent = is_passage and exchange.status in _ABSENT
-        error = refusal(UpstreamRefusal(400 if is_absent else exchange.status, body, after_s, self._api_key))
+        status, limits = 400 if is_absent else exchange.status, limits_of(headers)
+        error = refusal(UpstreamRefusal(status, body, after_s, self._api_key, limits=limits))
         if is_absent:
             error.status = exchange.status
         if is_passage and isinstance(error, BackendDenied):

@@ -32,7 +32,7 @@ from gateway.backends.openai.errors import Translator
 from gateway.exceptions import fresh
 from gateway.transport.http_client import Exchange, NotAsked, TransportError
 from gateway.wire import plain
-from gateway.wire.chunks import DeltaTemplate, FinishTracker, decoded, mended, to_chunk
+from gateway.wire.chunks import DeltaTemplate, FinishTracker, decoded, mended, to_chunk, with_pairs
 from gateway.wire.sse import PayloadTooLarge, Splitter
 from gateway.wire.types import Chunk
 from policies import Usage
@@ -208,6 +208,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
     def _take_whole(self, body: bytes) -> None:
         if self.reader is not None and (events := self.reader.whole(body)) != [body]:
             self._take_events(events)
+            self._mark(body, 0)
             return
         try:
             body, answer = mended(body)
@@ -275,8 +276,23 @@ class OpenAIStream(msgspec.Struct, eq=False):
         self._ready.append(Chunk(data, has_content=has_content, media=passing.media, status=passing.status))
 
     def _take_all(self, payloads: Sequence[bytes]) -> None:
-        """Take the events of one read."""
-        self._take_events(payloads if self.reader is None else self.reader.chunks(payloads))
+        """Take the events of one read; each chunk of a translated one has what it came from."""
+        if self.reader is None:
+            self._take_events(payloads)
+            return
+        for payload in payloads:
+            if self._state is not _OVER:
+                position = len(self._ready)
+                self._take_events(self.reader.chunks([payload]))
+                self._mark(payload, position)
+
+    def _mark(self, native: bytes, position: int) -> None:
+        """Note that the chunks from `position` on came as `native`: one line of valid JSON."""
+        native = with_pairs(native).replace(b"\n", b" ")
+        if position < len(self._ready):
+            self._ready[position] = msgspec.structs.replace(self._ready[position], native=native)
+        elif self._error is None:
+            self._ready.append(Chunk(b"", native=native))
 
     def _take_events(self, payloads: Sequence[bytes]) -> None:
         """Take events in OpenAI's shape; a run of events that differ only in text becomes one
