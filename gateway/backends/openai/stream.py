@@ -34,7 +34,7 @@ from gateway.transport.http_client import Exchange, NotAsked, TransportError
 from gateway.wire import plain
 from gateway.wire.chunks import DeltaTemplate, FinishTracker, decoded, mended, to_chunk, with_pairs
 from gateway.wire.sse import PayloadTooLarge, Splitter
-from gateway.wire.types import Chunk
+from gateway.wire.types import TOLD, Chunk
 from policies import Usage
 from policies.durations import duration_s
 
@@ -289,10 +289,13 @@ class OpenAIStream(msgspec.Struct, eq=False):
     def _mark(self, native: bytes, position: int) -> None:
         """Note that the chunks from `position` on came as `native`: one line of valid JSON."""
         native = with_pairs(native).replace(b"\n", b" ")
-        if position < len(self._ready):
-            self._ready[position] = msgspec.structs.replace(self._ready[position], native=native)
-        elif self._error is None:
+        if not native.startswith(b"{"):  # no event: another API's end
+            return
+        if position == len(self._ready) and self._error is None:
             self._ready.append(Chunk(b"", native=native))
+        for place in range(position, len(self._ready)):
+            self._ready[place] = msgspec.structs.replace(self._ready[place], native=native)
+            native = TOLD
 
     def _take_events(self, payloads: Sequence[bytes]) -> None:
         """Take events in OpenAI's shape; a run of events that differ only in text becomes one
