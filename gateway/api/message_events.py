@@ -19,7 +19,7 @@ from gateway.wire.chunks import decoded, read
 from gateway.wire.errors import ApiError
 from gateway.wire.messages import MessageFold, events_of
 from gateway.wire.reader import said
-from gateway.wire.types import Chunk
+from gateway.wire.types import TOLD, Chunk
 from policies import Usage
 
 _STOPS = {
@@ -137,6 +137,8 @@ class MessageRenderer(EventRenderer):
             self._usage = _usage(counted)
         framed_events = []
         for chunk in chunks:
+            if chunk.native == TOLD:
+                continue
             if chunk.native:
                 event = decoded(chunk.native)
                 for one in events_of(event) if event["type"] == "message" else ():

@@ -7,8 +7,9 @@ it does. Shapes: OpenAI API reference, "Create chat completion". Knows no HTTP a
 Invariant: no field of the client's that changes an answer is left out.
 """
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -82,7 +83,7 @@ def fitted(body: dict[str, Any], dialect: Dialect) -> tuple[dict[str, Any], dict
     if is_json and not dialect.has_json_mode and dialect.can_force_tools:
         return _by_tool(fitted(body | {"response_format": None}, dialect)[0]), {_JSON_TOOL: ""}
     names = {}
-    if dialect.tool_name and (body.get("tools") or any(map(_calls, body["messages"]))):
+    if dialect.tool_name and (body.get("tools") or any(message.get("tool_calls") for message in body["messages"])):
         names = _short_names(_names(body), dialect.tool_name)
     changed = dict(body)
     if names:
@@ -146,7 +147,13 @@ def _names(body: Mapping[str, Any]) -> list[str]:
 
 def _short_names(names: Sequence[str], pattern: str) -> dict[str, str]:
     """A name that fits for each of `names` that does not; no two are alike."""
-    return {name: _short(name, pattern) for name in names if name and not re.fullmatch(pattern, name)}
+    fits = _fits(pattern)
+    return {name: _short(name, pattern) for name in {*names} if name and not fits(name)}
+
+
+@functools.cache
+def _fits(pattern: str) -> Callable[[str], object]:
+    return re.compile(pattern).fullmatch
 
 
 def _short(name: str, pattern: str) -> str:
@@ -154,9 +161,9 @@ def _short(name: str, pattern: str) -> str:
     digest = blake2b(name.encode("utf-8", "replace"), digest_size=8).hexdigest()[:_HASH_CHARS]
     clean = re.sub(r"[^a-zA-Z0-9_-]", "_", name)
     for head in (f"{clean[:length]}_" for length in range(len(clean), 0, -1)):
-        if re.fullmatch(pattern, head + digest):
+        if _fits(pattern)(head + digest):
             return head + digest
-    return f"t_{digest}" if re.fullmatch(pattern, f"t_{digest}") else digest
+    return f"t_{digest}" if _fits(pattern)(f"t_{digest}") else digest
 
 
 def _named(part: Any, names: Mapping[str, str]) -> Any:
@@ -179,6 +186,11 @@ def _renamed(message: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any
 
 def _with_ids(messages: list[dict[str, Any]], dialect: Dialect) -> list[dict[str, Any]]:
     """`messages` with ids of calls that fit; a result has the id of the first call that waits for it."""
+    fits = _fits(dialect.call_id)
+    ids = [call.get("id") for message in messages if message.get("tool_calls") for call in _calls(message)]
+    is_unique = not dialect.are_call_ids_unique or len({*map(str, ids)}) == len(ids)
+    if is_unique and all(isinstance(one, str) and fits(one) for one in ids):
+        return messages  # as nearly every history
     changed, taken = [], set[str]()
     waiting, latest = dict[str, list[str]](), dict[str, str]()  # by the ids that were sent
     for message in messages:
@@ -204,9 +216,8 @@ def _with_ids(messages: list[dict[str, Any]], dialect: Dialect) -> list[dict[str
 def _fitting_id(given: str, dialect: Dialect, taken: set[str]) -> str:
     """`given` if the server takes it, else an id made of it; where ids must differ, one that is new."""
     number, fitting = 0, given
-    while not re.fullmatch(dialect.call_id, fitting) or (
-        fitting in taken and (dialect.are_call_ids_unique or not given)
-    ):
+    fits, may_repeat = _fits(dialect.call_id), bool(given) and not dialect.are_call_ids_unique
+    while not fits(fitting) or (fitting in taken and not may_repeat):
         # nine letters and digits, which every server takes
         fitting = blake2b(f"{given}#{number}".encode("utf-8", "replace"), digest_size=8).hexdigest()[:_HASH_CHARS]
         number += 1

@@ -21,6 +21,7 @@ from gateway.journey.generation import Generation
 from gateway.journey.joint import Said, rest_of
 from gateway.journey.outcomes import Try
 from gateway.journey.semantic import draft_of
+from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
 from gateway.reserved import with_calls_bound
 from gateway.wire.types import CHAT, Chunk, opened
@@ -127,14 +128,16 @@ def _request_to(
         prefix=prefix,
         dialect=dialect,
         names=names,
-        is_translated=turn.kind is CHAT and native is None and _is_translated(deployment, turn.arrival.operation),
+        is_translated=bool(names) or _is_translated(deployment, turn),
         trace=turn.trace if deployment.settings.is_traced else (),
     )
 
 
-def _is_translated(deployment: Deployment, operation: str) -> bool:
-    """Whether the server gets other words than the client's."""
-    return deployment.settings.backend in ("anthropic", "litellm") or operation in _TRANSLATED
+def _is_translated(deployment: Deployment, turn: Turn) -> bool:
+    """Whether the server gets a request in another shape than the client's."""
+    if turn.kind is not CHAT or (turn.native is not None and "messages" in deployment.capabilities):
+        return False
+    return deployment.settings.backend in ("anthropic", "litellm") or turn.arrival.operation in _TRANSLATED
 
 
 def reworded(call: "UpstreamCall", failure: BackendRejected, generation: Generation) -> Dialect | None:

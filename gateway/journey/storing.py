@@ -15,7 +15,7 @@ from cache import Entry, Fingerprint, Recorded
 from gateway.backends.anthropic.answer import MessageReader
 from gateway.wire.chunks import read
 from gateway.wire.fold import fold
-from gateway.wire.types import Chunk
+from gateway.wire.types import TOLD, Chunk
 
 
 def deployment_of(entry: Entry | None) -> str:
@@ -32,7 +32,7 @@ def recorded(chunks: Sequence[Chunk]) -> tuple[tuple[Recorded, ...], dict[str, s
     if chunks and chunks[0].native:
         first = next(chunk.data for chunk in chunks if chunk.data)
         labels["native_at"] = msgspec.json.decode(first)["created"]
-        natives = [chunk.native for chunk in chunks if chunk.native]
+        natives = [chunk.native for chunk in chunks if chunk.native not in (b"", TOLD)]
         return (Recorded(b"\n".join(natives), count=len(natives)),), labels
     if chunks and chunks[0].media:
         labels["media"] = chunks[0].media

@@ -22,7 +22,7 @@ _AGAIN = 0.02  # the share of further questions with an exam's question beside t
 _KEPT, _SPACES_MAX = 6, 1_000
 _SHORT = 3  # letters of a word that any two prompts may share
 _UNLIKELY = 0.1
-_FALSE_YES, _FALSE_YES_WEIGHT = 0.03, 30  # the share of false yes before the first answer, and what it weighs
+_FALSE_YES, _FALSE_YES_WEIGHT = 0.03, 60  # the share of false yes before the first answer, and what it weighs
 
 
 class Exam:
@@ -59,11 +59,11 @@ class Exam:
         """The share of wrong answers that it calls right: by the exam and by what it says of
         unlikely ones, times how many more hits on its word were found wrong than expected.
         """
-        asked = self.wrong_asked + _FALSE_YES_WEIGHT
-        share = (self.wrong_yes + _FALSE_YES * _FALSE_YES_WEIGHT) / asked
+        weight = self.wrong_asked + _FALSE_YES_WEIGHT
+        share = (self.wrong_yes + _FALSE_YES * _FALSE_YES_WEIGHT) / weight
         # the yes to unlikely answers are as right as p is: they make the share no smaller
         unlikely_yes = max(self.unlikely_yes, share * self.unlikely)
-        share = (share * asked + unlikely_yes) / (asked + self.unlikely)
+        share = (share * weight + unlikely_yes) / (weight + self.unlikely)
         return min(1.0, share * (self.wrong_hits + 1.0) / (self.risked + 1.0))
 
     def take(self, number: int | None, *, is_right: bool) -> None:

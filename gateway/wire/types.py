@@ -89,6 +89,10 @@ def opened(body: dict[str, Any]) -> tuple[dict[str, Any], str]:
     return ({**body, "messages": messages[:-1]}, content) if isinstance(content, str) else (body, "")
 
 
+TOLD = b" "
+"""The `native` of a chunk that came with the one before it."""
+
+
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """One piece of an answer.
 

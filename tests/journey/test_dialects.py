@@ -145,10 +145,13 @@ async def test_a_clients_own_field_is_never_left_out(open_a_world: OpenWorld) ->
         assert sum(len(backend.calls) for backend in world.backends.values()) == 1
 
 
-@pytest.mark.parametrize("surface", ["messages", "responses"])
-async def test_a_refusal_of_a_translation_goes_on(open_a_world: OpenWorld, surface: str) -> None:
+@pytest.mark.parametrize(
+    ("surface", "backend"), [("messages", "openai"), ("responses", "openai"), ("messages", "anthropic")]
+)
+async def test_a_refusal_of_a_translation_goes_on(open_a_world: OpenWorld, surface: str, backend: str) -> None:
     """What the gateway made of a request is not the client's to mend; the next deployment gets it."""
-    models = {"mock": {"policy": "cheapest", "deployments": [deployment("one", usd=(0, 0)), deployment("two")]}}
+    two = deployment("two", backend=backend)
+    models = {"mock": {"policy": "cheapest", "deployments": [deployment("one", usd=(0, 0)), two]}}
     world = await open_a_world(models=models)
     world.backends["one"].plays(_refusal(400, {"error": {"message": "No.", "param": None}}))
     reply = await ask(world, surface, **_LENGTHS[surface])

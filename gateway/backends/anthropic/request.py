@@ -20,7 +20,8 @@ from gateway.backends.refusals import check_verbosity, unfit
 
 _ANY_MODEL = Dialect()
 OUTPUT_TOKENS = 4096  # Anthropic requires a maximum; OpenAI's clients may leave it out
-_BUDGETS = {"minimal": 1024, "low": 1024, "medium": 4096, "high": 16384, "xhigh": 32768}  # of thinking, in tokens
+# of thinking, in tokens
+_BUDGETS = {"minimal": 1024, "low": 1024, "medium": 4096, "high": 16384, "xhigh": 32768, "max": 32768}
 _BUDGET_MIN = 1024  # the least that Anthropic takes
 _USER_CHARS = 256
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)(?:;[\w.+-]+=[^;,]*)*;base64,(.*)", re.DOTALL)
@@ -33,7 +34,7 @@ _TRANSLATED = """
     reasoning_effort user service_tier temperature top_p modalities n verbosity logprobs top_logprobs
 """
 # a zero or nothing at all changes no answer
-_REFUSED = [
+_REFUSED = (
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
@@ -42,7 +43,7 @@ _REFUSED = [
     "prediction",
     "audio",
     "thread",
-]
+)
 _KNOWN = frozenset({*DELIVERY, *_TRANSLATED.split(), *_REFUSED})
 
 
@@ -107,7 +108,7 @@ def _thinking(body: Mapping[str, Any], message: Mapping[str, Any], dialect: Dial
     Anthropic take thinking; an effort, which is a hint, it takes there, too.
     """
     effort = body.get("reasoning_effort")
-    if effort not in (None, "none", "max", *_BUDGETS) or (effort == "max" and not dialect.efforts):
+    if effort not in (None, "none", *_BUDGETS):
         raise unfit(f"`reasoning_effort` may be none, {', '.join(dialect.efforts or _BUDGETS)}", "reasoning_effort")
     is_forced = message.get("tool_choice", {}).get("type") in ("any", "tool")
     is_hindered = is_forced or _continues_without_thinking(message["messages"])

@@ -44,7 +44,7 @@ from gateway.wire.chunks import (
 )
 from gateway.wire.reader import PieceReader, Read
 from gateway.wire.sse import PayloadTooLarge, Splitter, events_in
-from gateway.wire.types import Chunk
+from gateway.wire.types import TOLD, Chunk
 from policies import Usage
 from policies.durations import duration_s
 
@@ -323,16 +323,18 @@ class OpenAIStream(msgspec.Struct, eq=False):
             if self._state is not _OVER:
                 position = len(self._ready)
                 self._take_events(self.reader.chunks([payload]))
-                if payload != _DONE:  # no event of that API
-                    self._mark(payload, position)
+                self._mark(payload, position)
 
     def _mark(self, native: bytes, position: int) -> None:
         """Note that the chunks from `position` on came as `native`: one line of valid JSON."""
         native = with_pairs(native).replace(b"\n", b" ")
-        if position < len(self._ready):
-            self._ready[position] = msgspec.structs.replace(self._ready[position], native=native)
-        elif self._error is None:
+        if not native.startswith(b"{"):  # no event: another API's end
+            return
+        if position == len(self._ready) and self._error is None:
             self._ready.append(Chunk(b"", native=native))
+        for place in range(position, len(self._ready)):
+            self._ready[place] = msgspec.structs.replace(self._ready[place], native=native)
+            native = TOLD
 
     def _take_events(self, payloads: Sequence[bytes]) -> None:
         """Take events in OpenAI's shape; a run of events that differ only in text becomes one
