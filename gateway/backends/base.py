@@ -190,14 +190,6 @@ class BackendNotAsked(BackendUnavailable):
         super().__init__(message, detail=detail)
 
 
-class _Param(msgspec.Struct, frozen=True):
-    param: str | None = None
-
-
-class _Named(msgspec.Struct, frozen=True):
-    error: _Param = _Param()
-
-
 class BackendOverloaded(BackendError):
     """A 429, or a full queue: the deployment needs a pause. `limits` are the provider's headers of its limits."""
 
@@ -214,7 +206,8 @@ class BackendRejected(BackendError):
     @property
     def param(self) -> str | None:
         """The field that the deployment named; None without one."""
-        return msgspec.json.decode(self.body, type=_Named).error.param if self.body else None
+        param: str | None = msgspec.json.decode(self.body)["error"]["param"] if self.body else None
+        return param
 
 
 class BackendUnfit(BackendRejected):

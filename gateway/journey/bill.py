@@ -22,7 +22,8 @@ from gateway.journey.needs import booked_labels
 from gateway.journey.outcomes import Answered, Claim, MoneyFacts, Spent, Try
 from gateway.journey.savings import CHECKING, CHECKS, TRIES, beside, compared, joined
 from gateway.journey.turn import Turn
-from gateway.wire.usage import tier_of, usage_at_start
+from gateway.wire.plain import counted_in
+from gateway.wire.usage import tier_of
 from policies import Demand, Hold, Usage
 from policies.windows import Unit
 
@@ -84,8 +85,8 @@ def _counted(tried: Try, alias: Alias, demand: Demand, cut_at: int | None) -> tu
         return (_NOTHING if has_unit else Usage(demand.prompt_tokens_max, output)), None
     may_reason = progress.has_begun if deployment.may_reason is None else deployment.may_reason
     said = progress.completion_tokens_at_least(deployment.tokens_per_ms if may_reason else 0.0)
-    begun = usage_at_start(progress.chunks[0].native) if progress.chunks else None
-    begun = Usage(prompt_tokens, 0) if begun is None else begun
+    native = progress.chunks[0].native if progress.chunks else b""  # Anthropic's first event counts the prompt
+    begun = counted_in(native).usage or Usage(prompt_tokens, 0)
     known_max = max(prompt_max, deployment.context_tokens_max or CONTEXT_UNKNOWN)
     return msgspec.structs.replace(begun, completion_tokens=said).within(known_max, output_max), None
 

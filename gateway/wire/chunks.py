@@ -55,17 +55,7 @@ class _Delta(msgspec.Struct, gc=False):
 
     def has_content(self) -> bool:
         """Whether it has visible content besides `content`."""
-        return bool(
-            self.tool_calls
-            or self.reasoning_content
-            or self.reasoning
-            or self.reasoning_text
-            or self.reasoning_details
-            or self.thinking
-            or self.refusal
-            or self.function_call
-            or self.audio
-        )
+        return any(msgspec.structs.astuple(self)[1:])
 
 
 class _ReadChoice(msgspec.Struct, gc=False):

@@ -384,8 +384,14 @@ class Counted:
         return usage
 
 
-def chunk_of(body: bytes) -> Chunk:
-    """The chunk of a complete plain answer, which is a JSON object."""
+def counted_in(body: bytes) -> Counted:
+    """What a whole answer, or one event, reports."""
     counted = Counted()
     counted.read(body)
+    return counted
+
+
+def chunk_of(body: bytes) -> Chunk:
+    """The chunk of a complete plain answer, which is a JSON object."""
+    counted = counted_in(body)
     return Chunk(body, is_whole=True, has_content=True, finish_reasons=(counted.finish_reason,), usage=counted.usage)

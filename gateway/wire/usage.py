@@ -84,14 +84,6 @@ class _Tiered(_Tier, frozen=True):
     response: _Tier | None = None  # of an event of the Responses API
 
 
-class _Begun(msgspec.Struct):
-    usage: dict[str, Any]
-
-
-class _Start(msgspec.Struct):
-    message: _Begun
-
-
 _decode = msgspec.json.Decoder(_Reported).decode
 _NO_INPUTS, _NO_OUTPUTS, _NO_LIVES, _NO_TOOLS, _NO_CACHED = _Inputs(), _Outputs(), _Lives(), _Tools(), _Cached()
 _NO_PARTS = msgspec.structs.astuple(_Reported())[3:]
@@ -174,14 +166,6 @@ def from_anthropic(given: Mapping[str, Any], rounds: int = 0) -> dict[str, Any]:
     usage |= {name: given[name] for name in ("server_tool_use", "service_tier") if given.get(name)}
     rounds += len(iterations)
     return usage | ({"rounds": rounds} if rounds else {})
-
-
-def usage_at_start(native: bytes) -> Usage | None:
-    """The tokens that Anthropic reports in the first event of a stream; None if missing."""
-    try:
-        return usage_of(msgspec.json.encode(from_anthropic(msgspec.json.decode(native, type=_Start).message.usage)))
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
 
 
 def tier_of(chunks: Sequence[Chunk]) -> str:
