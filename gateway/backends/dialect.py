@@ -9,7 +9,7 @@ documents it, with the older name of the length, which all its successors read.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -160,12 +160,6 @@ def dialect_of(kind: str, base_url: str, model: str, settings: Mapping[str, Any]
     return Dialect(**fields, origins=origins)
 
 
-class _Witness(msgspec.Struct, frozen=True):
-    caller: str
-    request: bytes
-    at_s: float
-
-
 class Lessons:
     """What a server's typed refusals of the gateway's own fields taught, for an hour.
 
@@ -175,7 +169,7 @@ class Lessons:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._callers: set[str] = set()
-        self._refused: dict[tuple[str, str], list[_Witness]] = {}  # by model and field
+        self._refused: dict[tuple[str, str], dict[tuple[str, bytes], float]] = {}  # by model and field
 
     def seen(self, caller: str) -> None:
         """Note that `caller` asks the deployment."""
@@ -184,23 +178,23 @@ class Lessons:
 
     def refused(self, model: str, name: str, caller: str, request: bytes) -> None:
         """Note a refusal of the field `name` in a request of `caller`."""
-        witness = _Witness(caller, request, self._clock())
         if len(self._refused) >= _LESSONS_MAX:
             self._refused.clear()
-        known = self._refused.setdefault((model, name), [])
-        known[:] = [*self._fresh(known), witness][-_WITNESSES_MAX:]
+        witnesses = self._refused.setdefault((model, name), {})
+        witnesses.pop((caller, request), None)
+        witnesses[caller, request] = self._clock()
+        if len(witnesses) > _WITNESSES_MAX:
+            del witnesses[next(iter(witnesses))]
 
     def spoken(self, model: str, dialect: Dialect) -> Dialect:
         """`dialect`, as the refusals of the last hour change it."""
         for (of, name), witnesses in self._refused.items() if self._refused else ():
-            if of == model and self._is_proven(self._fresh(witnesses)) and (other := dialect.without(name)) is not None:
+            if of == model and self._are_enough(witnesses) and (other := dialect.without(name)) is not None:
                 origins = {**dialect.origins, "length" if name in LENGTHS else "unknown": "the server's own refusals"}
                 dialect = msgspec.structs.replace(other, origins=origins)
         return dialect
 
-    def _fresh(self, witnesses: Collection[_Witness]) -> list[_Witness]:
-        return [one for one in witnesses if self._clock() < one.at_s + _LEARNED_S]
-
-    def _is_proven(self, witnesses: Collection[_Witness]) -> bool:
-        callers = {one.caller for one in witnesses}
-        return len({one.request for one in witnesses}) > 1 and len(callers) >= len(self._callers)
+    def _are_enough(self, witnesses: Mapping[tuple[str, bytes], float]) -> bool:
+        fresh = [one for one, at_s in witnesses.items() if self._clock() < at_s + _LEARNED_S]
+        callers, requests = {caller for caller, _ in fresh}, {request for _, request in fresh}
+        return len(requests) > 1 and len(callers) >= len(self._callers)
