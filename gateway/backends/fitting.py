@@ -9,7 +9,7 @@ Invariant: no field of the client's that changes an answer is left out.
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -42,15 +42,21 @@ _NO_NAMES: dict[str, str] = {}
 
 def with_length(body: dict[str, Any], dialect: Dialect, kind: Kind, tokens: int | None = None) -> dict[str, Any]:
     """`body` with one length, under the server's name: `tokens`, else the client's, else none."""
-    tokens_asked = tokens
-    if tokens_asked is None and kind is CHAT:
-        tokens_asked = body.get(MAX_COMPLETION_TOKENS) or body.get(MAX_TOKENS)
-    if tokens_asked is None:
+    if tokens is None and kind is CHAT:
+        tokens = body.get(MAX_COMPLETION_TOKENS) or body.get(MAX_TOKENS)
+    if tokens is None:
         return body
     name = dialect.length if kind is CHAT else "max_output_tokens" if kind is RESPONSE else MAX_TOKENS
-    if name in body and body[name] == tokens_asked and sum(one in body for one in LENGTHS) <= 1:
+    if name in body and body[name] == tokens and sum(one in body for one in LENGTHS) <= 1:
         return body
-    return {one: value for one, value in body.items() if one not in LENGTHS} | {name: tokens_asked}
+    return {one: value for one, value in body.items() if one not in LENGTHS} | {name: tokens}
+
+
+def check(body: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raises BackendUnfit with a field of these `names` that changes the answer."""
+    for name in sorted(names):
+        if body.get(name) not in (None, "", [], {}, IDLE.get(name)):
+            raise unfit(f"`{name}` is not supported by this model's API", name)
 
 
 def said(body: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
@@ -58,10 +64,7 @@ def said(body: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
 
     Raises BackendUnfit with a field that changes the answer.
     """
-    for name in dialect.unknown.intersection(body):
-        value = body[name]
-        if value is not None and name not in DELIVERY and value != IDLE.get(name):
-            raise unfit(f"`{name}` is not supported by this model's API", name)
+    check(body, dialect.unknown - DELIVERY)
     body = {name: value for name, value in body.items() if name not in dialect.unknown}
     if dialect.unknown_in_messages or not dialect.has_developer_role:
         body["messages"] = [_message(message, dialect) for message in body["messages"]]
@@ -124,9 +127,8 @@ def _restored(data: bytes, names: Mapping[str, str]) -> bytes:
         if _JSON_TOOL in names:
             if piece.pop("tool_calls", None):
                 piece["content"] = "".join(str(function.get("arguments") or "") for function in functions)
-            choice["finish_reason"] = {"tool_calls": "stop"}.get(
-                choice.get("finish_reason"), choice.get("finish_reason")
-            )
+            if choice.get("finish_reason") == "tool_calls":
+                choice["finish_reason"] = "stop"
         for function in functions:
             if function.get("name") in names:
                 function["name"] = names[function["name"]]

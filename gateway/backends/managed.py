@@ -30,7 +30,7 @@ import msgspec
 from cache.event_loop import is_own_want
 from gateway.backends import base
 from gateway.backends.dialect import Dialect, dialect_of
-from gateway.backends.fitting import IDLE
+from gateway.backends.fitting import IDLE, check
 from gateway.backends.refusals import UpstreamRefusal, error_body, error_fields, refusal, retry_after_s, scrubbed, unfit
 from gateway.exceptions import let_go
 from gateway.wire.chunks import FinishTracker, to_chunk, with_pairs
@@ -242,9 +242,7 @@ class ManagedBackend:
             arguments["extra_headers"] = {**dict(request.trace), **(self.headers or {})}
         if not request.kind.is_plain:
             taken = _taken(litellm, request.model or self.model)
-            for name in sorted(arguments.keys() & IDLE.keys() - taken):
-                if arguments[name] != IDLE[name]:
-                    raise unfit(f"`{name}` is not supported by this model's API", name)
+            check(arguments, IDLE.keys() - taken)
             arguments |= {
                 "stream": is_stream,
                 "_skip_mcp_handler": True,

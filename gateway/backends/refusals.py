@@ -313,12 +313,6 @@ def unfit(message: str, param: str) -> base.BackendUnfit:
     return base.BackendUnfit(message, status=400, body=body)
 
 
-def check_verbosity(body: Mapping[str, Any]) -> None:
-    """Refuse a `verbosity` other than medium for a model without the field. Raises BackendUnfit."""
-    if body.get("verbosity") not in (None, "medium"):
-        raise unfit("`verbosity` other than medium is not supported by this model", "verbosity")
-
-
 def from_backend(error: base.BackendError) -> ApiError:
     """The client's error for a deployment's failure. A rejection keeps its own body and status."""
     if isinstance(error, base.BackendDenied):

@@ -15,8 +15,8 @@ import msgspec
 
 from gateway.backends.anthropic.schemas import input_schema, output_schema
 from gateway.backends.dialect import Dialect
-from gateway.backends.fitting import DELIVERY, IDLE
-from gateway.backends.refusals import check_verbosity, unfit
+from gateway.backends.fitting import DELIVERY, IDLE, check
+from gateway.backends.refusals import unfit
 
 _ANY_MODEL = Dialect()
 OUTPUT_TOKENS = 4096  # Anthropic requires a maximum; OpenAI's clients may leave it out
@@ -28,22 +28,14 @@ _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)(?:;[\w.+-]+=[^;,]*)*;base64,(.*)",
 _NOTHING = "(empty message)"  # Anthropic takes no user's turn without a text
 _CONTINUE = "(continue)"  # OpenAI's models go on after an assistant's message; later Claudes need a user's
 _NO_RESULT = "(no result)"
-# best effort by OpenAI's own reference
 _TRANSLATED = """
     model messages max_tokens max_completion_tokens stop tools tool_choice parallel_tool_calls response_format
-    reasoning_effort user service_tier temperature top_p modalities n verbosity logprobs top_logprobs
+    reasoning_effort user service_tier temperature top_p n logprobs top_logprobs
 """
-# a zero or nothing at all changes no answer
-_REFUSED = (
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "functions",
-    "function_call",
-    "prediction",
-    "audio",
-    "thread",
-)
+_REFUSALS = """
+    presence_penalty frequency_penalty logit_bias functions function_call prediction audio thread modalities verbosity
+"""
+_REFUSED = frozenset(_REFUSALS.split())
 _KNOWN = frozenset({*DELIVERY, *_TRANSLATED.split(), *_REFUSED})
 
 
@@ -60,10 +52,7 @@ def to_message(body: Mapping[str, Any], dialect: Dialect = _ANY_MODEL) -> dict[s
 
 
 def _message(body: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
-    for name in (*_REFUSED, "modalities"):
-        if body.get(name) and body[name] != IDLE.get(name):
-            raise unfit(f"`{name}` is not supported by this model's API", name)
-    check_verbosity(body)
+    check(body, _REFUSED)
     system, messages = _dialogue(body["messages"], dialect)
     message = {
         "messages": messages,

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from gateway.backends.base import BackendRejected, BackendRequest, BackendUnfit
-from gateway.backends.refusals import check_verbosity, error_body, unfit
+from gateway.backends.fitting import check
+from gateway.backends.refusals import error_body, unfit
 from gateway.wire.requests import in_json_words
 from gateway.wire.types import CHAT, prompts_of
 from local_engine import GenerateRequest, Grammar, SamplingParams
@@ -143,7 +144,7 @@ def _sampling(
 
 def messages_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a chat's messages for the engine. Raises BackendRejected, also for a `verbosity`."""
-    check_verbosity(body)
+    check(body, ["verbosity"])
     return [_message(message, i) for i, message in enumerate(body["messages"])]
 
 
