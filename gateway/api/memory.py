@@ -20,7 +20,7 @@ from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.journey.bodies import ClientGone
 from gateway.journey.turn import new_id
 from gateway.settings import Settings
-from gateway.wire.carried import is_sealed
+from gateway.wire.carried import is_signed
 from gateway.wire.errors import BadRequest, ConversationLocked, Forbidden, NotFound, shown
 
 Item = dict[str, Any]
@@ -266,11 +266,9 @@ def sendable(items: Sequence[Item]) -> list[Item]:
     """`items` for a provider: with the provider's ids, and without the gateway's ids and textless
     reasoning.
     """
-    return [_sendable(item) for item in items if item.get("type") != "reasoning" or _is_signed(item)]
-
-
-def _is_signed(item: Item) -> bool:
-    return bool(item.get("encrypted_content")) and not is_sealed(item["encrypted_content"])
+    return [
+        _sendable(item) for item in items if item.get("type") != "reasoning" or is_signed(item.get("encrypted_content"))
+    ]
 
 
 def _sendable(item: Item) -> Item:

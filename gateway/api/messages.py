@@ -29,7 +29,7 @@ from gateway.backends.base import BackendError, Native
 from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Turn, turn_of
 from gateway.pipeline import Pipeline
-from gateway.wire.carried import is_sealed, restore
+from gateway.wire.carried import is_signed, restore
 from gateway.wire.errors import ApiError, BadRequest, BeyondChat, ThreadUnsupported
 from gateway.wire.requests import (
     BOM,
@@ -239,9 +239,8 @@ def _without_sealed(body: dict[str, Any], raw: bytes) -> bytes:
 
 
 def _is_unsigned(block: Any) -> bool:
-    if not isinstance(block, dict) or block.get("type") not in ("thinking", "redacted_thinking"):
-        return False
-    return not block.get("signature", block.get("data")) or is_sealed(block.get("signature", block.get("data")))
+    is_thought = isinstance(block, dict) and block.get("type") in ("thinking", "redacted_thinking")
+    return is_thought and not is_signed(block.get("signature", block.get("data")))
 
 
 def _translated(

@@ -27,7 +27,7 @@ from gateway.api.response_events import PassedResponseRenderer, ResponseRenderer
 from gateway.api.tokens import counted
 from gateway.journey.turn import Turn, read_turn
 from gateway.pipeline import Pipeline
-from gateway.wire.carried import is_sealed, restore
+from gateway.wire.carried import is_signed, restore
 from gateway.wire.errors import BadRequest, BeyondChat, shown
 from gateway.wire.requests import MESSAGES_MAX, convert, decode_object
 from gateway.wire.types import CHAT, RESPONSE, Kind
@@ -280,7 +280,7 @@ def _is_beyond_chat(request: ResponseRequest, items: Sequence[Item]) -> bool:
     return (
         any(tool.get("type") not in ("function", "custom") for tool in request.tools or ())
         or "reasoning.encrypted_content" in (request.include or ())
-        or any(item.get("encrypted_content") and not is_sealed(item["encrypted_content"]) for item in items)
+        or any(is_signed(item.get("encrypted_content")) for item in items)
     )
 
 

@@ -76,9 +76,9 @@ def _append(entries: list[dict[str, Any]], entry: dict[str, Any]) -> None:
         last[name] = last[name] + value if is_piece else last.get(name) if value is None else value
 
 
-def is_sealed(text: Any) -> bool:
-    """Whether the gateway made this opaque text."""
-    return isinstance(text, str) and text.startswith(_MARK)
+def is_signed(text: Any) -> bool:
+    """Whether a server made this opaque text: there is one, and the gateway did not make it."""
+    return bool(text) and not (isinstance(text, str) and text.startswith(_MARK))
 
 
 def restore(message: dict[str, Any], calls: dict[str, dict[str, Any]], sealed: Any, text: str) -> None:
@@ -86,7 +86,8 @@ def restore(message: dict[str, Any], calls: dict[str, dict[str, Any]], sealed: A
     and the further fields of calls in `calls`. Another server's text changes nothing.
     """
     try:
-        data = base64.b64decode(sealed.removeprefix(_MARK), altchars=b"-_", validate=True) if is_sealed(sealed) else b""
+        given = "" if not sealed or is_signed(sealed) else sealed.removeprefix(_MARK)
+        data = base64.b64decode(given, altchars=b"-_", validate=True)
         fields = msgspec.json.decode(data, type=_Fields)
     except (binascii.Error, msgspec.DecodeError, UnicodeDecodeError):
         return
