@@ -17,7 +17,7 @@ from gateway.journey.storing import chunks_of
 from gateway.wire.carried import Carried
 from gateway.wire.chunks import decoded, read
 from gateway.wire.errors import ApiError
-from gateway.wire.messages import MessageFold, events_of
+from gateway.wire.messages import OWN_STOPS, MessageFold, events_of
 from gateway.wire.reader import said
 from gateway.wire.types import TOLD, Chunk
 from policies import Usage
@@ -29,7 +29,6 @@ _STOPS = {
     "function_call": "tool_use",
     "content_filter": "refusal",
 }
-_OWN_STOPS = frozenset({"pause_turn", "model_context_window_exceeded"})  # which a chat completion lacks
 _STATUSES = {"upstream_overloaded": 529, "deployment_full": 529}  # by their codes, where no server gave a status
 _ERRORS = {
     401: "authentication_error",
@@ -42,6 +41,13 @@ _ERRORS = {
     529: "overloaded_error",
 }
 
+
+# what grows in a block, as it begins
+_EMPTY: dict[str, Any] = {
+    "tool_use": {"input": {}},
+    "thinking": {"thinking": "", "signature": ""},
+    "text": {"text": ""},
+}
 
 NoteIds = Callable[[set[str]], Awaitable[None]]
 """Notes the ids of a provider's objects as the team's."""
@@ -57,7 +63,7 @@ class _ContentBlock:
     __slots__ = ("call", "fields", "parts")
 
     def __init__(self, fields: dict[str, Any], call: int | None = None) -> None:
-        self.fields = fields
+        self.fields = {**fields, **_EMPTY.get(fields["type"], {})}
         self.call = call  # the index of a tool call
         self.parts: list[str] = []
 
@@ -65,16 +71,6 @@ class _ContentBlock:
     def kind(self) -> str:
         kind: str = self.fields["type"]
         return kind
-
-    def opening(self) -> dict[str, Any]:
-        match self.kind:
-            case "tool_use":
-                return {**self.fields, "input": {}}
-            case "thinking":
-                return {**self.fields, "thinking": "", "signature": ""}
-            case "text":
-                return {**self.fields, "text": ""}
-        return self.fields
 
     def delta(self, text: str) -> dict[str, Any]:
         if self.call is not None:
@@ -142,7 +138,7 @@ class MessageRenderer(EventRenderer):
             if chunk.native:
                 event = decoded(chunk.native)
                 for one in events_of(event) if event["type"] == "message" else ():
-                    self._pass(one, msgspec.json.encode(one))
+                    self._pass(one)
                 if event["type"] != "message":
                     self._pass(event, chunk.native)
             elif not self._is_native_at_end:
@@ -171,12 +167,16 @@ class MessageRenderer(EventRenderer):
         return event_of("error", {**error_fields_of(error), "request_id": self._request_id})
 
     def _tell(self, event: str, **fields: Any) -> None:
-        if self._is_stream:
-            super()._tell(event, **fields)
-        else:
-            self._folded.add({"type": event, **fields})
+        self._add({"type": event, **fields})
 
-    def _pass(self, event: dict[str, Any], data: bytes) -> None:
+    def _add(self, event: dict[str, Any], data: bytes = b"") -> None:
+        """Add an event to the stream, as `data` if it came so, or to the whole message."""
+        if self._is_stream:
+            self._events.append(framed(event["type"], data or msgspec.json.encode(event)))
+        else:
+            self._folded.add(event)
+
+    def _pass(self, event: dict[str, Any], data: bytes = b"") -> None:
         """Tell an event of Anthropic's API as it came, and note what another deployment would go on with."""
         match event["type"]:
             case "message_start":
@@ -191,10 +191,7 @@ class MessageRenderer(EventRenderer):
                 self._is_native_at_end = event["delta"].get("stop_reason") is not None
             case "message_stop":
                 self._is_native_at_end = self._is_stopped = True
-        if self._is_stream:
-            self._events.append(framed(event["type"], data))
-        else:
-            self._folded.add(event)
+        self._add(event, data)
 
     # --- one chunk
 
@@ -204,8 +201,14 @@ class MessageRenderer(EventRenderer):
         if not self._is_begun:
             self._is_begun = True
             self._model = piece.get("model") or self._model
+            head: dict[str, Any] = {
+                "id": f"msg_{self._key}",
+                "type": "message",
+                "role": "assistant",
+                "model": self._model,
+            }
             empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage}
-            self._tell("message_start", message={**self._message(), **empty})
+            self._tell("message_start", message=head | empty)
         if piece.get("usage"):
             self._usage = _usage(read(payload).usage or Usage(0, 0))
         for choice in piece.get("choices") or ():
@@ -219,7 +222,7 @@ class MessageRenderer(EventRenderer):
                 self._call(call)
             if (finish := choice.get("finish_reason")) is not None:
                 native = choice.get("native_finish_reason")
-                self._stop = native if native in _OWN_STOPS else _STOPS.get(finish, finish)
+                self._stop = native if native in OWN_STOPS else _STOPS.get(finish, finish)
                 matched = choice.get("stop_reason")  # vLLM's and SGLang's: the string that ended it
                 if finish == "stop" and isinstance(matched, str):
                     self._stop, self._stop_sequence = "stop_sequence", matched
@@ -271,7 +274,7 @@ class MessageRenderer(EventRenderer):
 
     def _start(self, position: int) -> None:
         self._open, self._started = position, position + 1
-        self._tell("content_block_start", index=position, content_block=self._blocks[position].opening())
+        self._tell("content_block_start", index=position, content_block=self._blocks[position].fields)
 
     def _grow(self, position: int, text: str) -> None:
         if position != self._open:
@@ -289,9 +292,6 @@ class MessageRenderer(EventRenderer):
         self._open = None
 
     # --- the message
-
-    def _message(self) -> dict[str, Any]:
-        return {"id": f"msg_{self._key}", "type": "message", "role": "assistant", "model": self._model}
 
     def _reason(self) -> str:
         if self._is_refused:

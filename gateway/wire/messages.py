@@ -13,6 +13,8 @@ import msgspec
 
 from gateway.wire.chunks import UNREADABLE, decoded
 
+OWN_STOPS = frozenset({"pause_turn", "model_context_window_exceeded"})
+"""The reasons of an end that a chat completion lacks."""
 _AT_END = ("stop_reason", "stop_sequence", "stop_details", "container")  # fields of the last event's delta
 # of a block by its type: the texts that grow, each in a delta of its own
 _GROWN = {"text": ("text",), "thinking": ("thinking", "signature")}

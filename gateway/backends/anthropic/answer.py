@@ -13,11 +13,10 @@ from typing import Any
 import msgspec
 
 from gateway.wire.chunks import UNREADABLE, decoded
-from gateway.wire.messages import MessageFold, events_of
+from gateway.wire.messages import OWN_STOPS, MessageFold, events_of
 from gateway.wire.reader import end_of
 from gateway.wire.usage import from_anthropic
 
-_OWN = frozenset({"pause_turn", "model_context_window_exceeded"})  # reasons that a chat completion lacks
 _DONE = b"[DONE]"
 _WRONG = (*UNREADABLE, KeyError, TypeError, AttributeError)  # what reading an answer of another shape raises
 
@@ -158,7 +157,7 @@ class MessageReader:
         reason = delta.get("stop_reason")
         if reason is None:
             return []
-        choice_fields: dict[str, Any] = {"native_finish_reason": reason} if reason in _OWN else {}
+        choice_fields: dict[str, Any] = {"native_finish_reason": reason} if reason in OWN_STOPS else {}
         if reason == "stop_sequence":
             choice_fields["stop_reason"] = delta.get("stop_sequence")  # as vLLM names it
         return [self._chunk({}, end_of(reason), **choice_fields)]

@@ -53,9 +53,9 @@ class Translator:
         """The error that `data` inside a 200 tells of; None if it tells of none."""
         return in_band(data, self._api_key)
 
-    def unsaid(self) -> BackendError:
-        """The error for an error inside a 200 that has no words."""
-        return BackendUnavailable("The deployment failed in its answer", is_final=True)
+    def failed(self, data: bytes) -> BackendError:
+        """The error for `data` inside a 200 that is an error, with or without words."""
+        return self.in_band(data) or BackendUnavailable("The deployment failed in its answer", is_final=True)
 
     def unsent(self, error: TransportError) -> BackendError:
         """The error for a request that got no response head."""

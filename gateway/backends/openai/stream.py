@@ -256,7 +256,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
     def _failure(self, data: bytes, answer: ParsedAnswer) -> BackendError | None:
         """The error that a piece or a whole answer tells of, if it does."""
         if answer.object == "error" or (answer.error and not answer.choices):
-            return self.translate.in_band(data) or self.translate.unsaid()
+            return self.translate.failed(data)
         return self.translate.in_band(msgspec.json.encode({"error": answer.error})) if answer.error else None
 
     async def _fill(self) -> None:
@@ -308,8 +308,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
                 continue
             if event.error or event.type in ("error", "response.failed"):
                 error = event.response.get("error") if isinstance(event.response, dict) else event.error
-                data = msgspec.json.encode({"error": error}) if error else payload
-                self._fail(self.translate.in_band(data) or self.translate.unsaid())
+                self._fail(self.translate.failed(msgspec.json.encode({"error": error}) if error else payload))
                 return
             has_content = has_content or event.type not in _FIRST_OF_RESPONSES
         self._ready.append(Chunk(data, has_content=has_content, media=passing.media, status=passing.status))
