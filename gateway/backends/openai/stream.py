@@ -272,7 +272,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
             if self._state is not _WAITING:
                 self._reading_since = loop.time()
                 if self._reading_since - since > _DRIP_SILENCES * self.request.idle_timeout_s:
-                    self._at_drip(self._reading_since - since)
+                    self._cut(_dripped(self._reading_since - since))  # bytes came, but no event
                     break
             try:
                 data = await exchange.read()
@@ -288,7 +288,8 @@ class OpenAIStream(msgspec.Struct, eq=False):
                 else:
                     self._at_end()
             except TransportError as error:
-                self._at_cut(error)
+                if self._state is not _OVER:  # else `aclose` closed it
+                    self._cut(self._late() or self.translate.cut(error))
             except PayloadTooLarge as error:
                 self._fail(BackendBroken("The deployment's answer is too long", detail=str(error)))
             finally:
@@ -359,12 +360,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
     def _take(self, payload: bytes) -> bool:
         """Take one event; returns False if the stream is over."""
         if payload == _DONE:
-            if not self._hand_on(self._answer.rest()):
-                return False
-            if self._finishes.is_finished:
-                self._finish()
-            else:
-                self._fail(self._unfinished())
+            self._conclude(is_told=True)
             return False
         if not payload:
             return True
@@ -420,28 +416,24 @@ class OpenAIStream(msgspec.Struct, eq=False):
             self._take_all([last])
         if self._state is not _OVER and self.reader is not None:
             self._take_events(self.reader.end())
-        if self._state is _OVER or not self._hand_on(self._answer.rest()):
+        if self._state is not _OVER:
+            self._conclude()
+
+    def _conclude(self, *, is_told: bool = False) -> None:
+        """End an answer after its last event. `is_told`: the server says so."""
+        if not self._hand_on(self._answer.rest()):
             return
-        if self._finishes.is_complete:
+        if self._finishes.is_finished if is_told else self._finishes.is_complete:
             self._finish()
         else:
             self._fail(self._unfinished())
 
-    def _at_cut(self, error: TransportError) -> None:
-        """Handle a connection that failed, or that `_watch` or `aclose` closed."""
-        if self._state is _OVER:
-            return
+    def _cut(self, failure: BackendError) -> None:
+        """End an answer whose server sends no more: it is complete, or failed."""
         if self._is_complete:
             self._close()
         else:
-            self._fail(self._late() or self.translate.cut(error))
-
-    def _at_drip(self, waited_s: float) -> None:
-        """Handle a server that sends bytes but no event."""
-        if self._is_complete:
-            self._close()
-        else:
-            self._fail(_dripped(waited_s))
+            self._fail(failure)
 
     @property
     def _is_complete(self) -> bool:
