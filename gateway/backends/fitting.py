@@ -90,7 +90,7 @@ def fitted(body: dict[str, Any], dialect: Dialect) -> tuple[dict[str, Any], dict
         names = _short_names(_names(body), dialect.tool_name)
     changed = dict(body)
     if names:
-        changed["tools"] = [_named(tool, names) for tool in body.get("tools") or ()] or None
+        changed["tools"] = _named(body.get("tools"), names) or None
         changed["tool_choice"] = _named(body.get("tool_choice"), names)
         changed["messages"] = [_renamed(message, names) for message in body["messages"]]
         changed = {name: value for name, value in changed.items() if value is not None or name in body}
@@ -120,18 +120,15 @@ def _restored(data: bytes, names: Mapping[str, str]) -> bytes:
         return data
     answer = msgspec.json.decode(data)
     for choice in answer.get("choices") or ():
-        piece = choice.get("delta") or choice.get("message") or {}
-        functions = [
-            one for call in _calls(piece) if isinstance(one := call.get("function") or call.get("custom"), dict)
-        ]
+        where = "delta" if choice.get("delta") else "message"
+        piece = _renamed(choice.get(where) or {}, names)
         if _JSON_TOOL in names:
-            if piece.pop("tool_calls", None):
-                piece["content"] = "".join(str(function.get("arguments") or "") for function in functions)
+            if calls := piece.pop("tool_calls", None):
+                piece["content"] = "".join(str((call.get("function") or {}).get("arguments") or "") for call in calls)
             if choice.get("finish_reason") == "tool_calls":
                 choice["finish_reason"] = "stop"
-        for function in functions:
-            if function.get("name") in names:
-                function["name"] = names[function["name"]]
+        if piece:
+            choice[where] = piece
     return msgspec.json.encode(answer)
 
 
@@ -169,16 +166,16 @@ def _short(name: str, pattern: str) -> str:
 
 
 def _named(part: Any, names: Mapping[str, str]) -> Any:
-    """A tool, a call or a choice of tools, with the names that fit."""
+    """A tool, a call or a choice of tools, or a list of them, with other names."""
+    if isinstance(part, list):
+        return [_named(one, names) for one in part]
     if not isinstance(part, dict):
         return part
     part = {name: _named(value, names) if name in _NESTED else value for name, value in part.items()}
-    if isinstance(listed := part.get("tools"), list):
-        part["tools"] = [_named(one, names) for one in listed]
     return part | {"name": names[part["name"]]} if part.get("name") in names else part
 
 
-_NESTED = ("function", "custom", "allowed_tools")
+_NESTED = ("function", "custom", "allowed_tools", "tools")
 
 
 def _renamed(message: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
