@@ -220,11 +220,7 @@ class BackendTooLong(BackendUnfit):
     `context_tokens` is that context's size, if the deployment reported it.
     """
 
-    def __init__(
-        self, message: str, *, detail: str = "", status: int, body: bytes | None, context_tokens: int | None
-    ) -> None:
-        super().__init__(message, detail=detail, status=status, body=body)
-        self.context_tokens = context_tokens
+    context_tokens: int | None = None
 
 
 class Mark(StrEnum):

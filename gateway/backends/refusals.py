@@ -115,40 +115,38 @@ def refusal(refused: UpstreamRefusal) -> base.BackendError:
     error = error_fields(refused.body)
     codes = [str(error[key]).lower() for key in ("code", "type") if error.get(key)]
     status = refused.status
-    source = "in its answer" if refused.is_in_band else f"HTTP {status}"
-    detail = scrubbed(f"{source}: {_excerpt(refused.body)}".removesuffix(": "), refused.secret)
+    how = "in its answer" if refused.is_in_band else f"with HTTP {status}"
+    detail = scrubbed(f"{how.removeprefix('with ')}: {_excerpt(refused.body)}".removesuffix(": "), refused.secret)
+    said = scrubbed(" ".join(error.get("message", "").split())[:_DETAIL_CHARACTERS], refused.secret)
+    told = f": {said}" if said else ""
     known = next((_MARKS[word] for word in codes if word in _MARKS), None)
     if known is not None or status in _DENIED or not _PERMISSION.isdisjoint(codes):
         mark = known or _mark(status, error)
-        return base.BackendDenied(_denial(refused, error, mark), detail=detail, status=status, mark=mark)
+        marked = f" ({mark})" if mark is not None else ""
+        message = f"The deployment refused the request {how}{marked}{told}"
+        return base.BackendDenied(message, detail=detail, status=status, mark=mark)
     if status == 429 or (status in (503, 529) and (refused.retry_after_s is not None or status == 529)):
-        message = f"The deployment is overloaded{_told(refused, error) if status == 429 else ''}"
+        message = f"The deployment is overloaded{told if status == 429 else ''}"
         overloaded = base.BackendOverloaded(message, detail=detail, status=status, retry_after_s=refused.retry_after_s)
         overloaded.limits = refused.limits
         return overloaded
-    body = _client_body(refused, error | {"param": error.get("param") or _location(refused.body)})
-    message = str(msgspec.json.decode(body)["error"]["message"])
+    message = error.get("message") or f"The deployment rejected the request with HTTP {status}"
+    message, place = scrubbed(message, refused.secret), _LOCATION.search(refused.body)
+    param = error.get("param") or (place and place[1].decode())
+    body = error_body(message, error.get("type"), param, error.get("code"))
     is_quota = "rate_limit_exceeded" in codes or _QUOTA_WORDS.search(message) is not None
     if not _TOO_LONG.isdisjoint(codes) or (_TOO_LONG_WORDS.search(message) and not is_quota):
-        status, size = (400 if status >= 500 else status), _context_tokens(error, message)
-        return base.BackendTooLong(message, detail=detail, status=status, body=body, context_tokens=size)
+        status = 400 if status >= 500 else status
+        too_long = base.BackendTooLong(message, detail=detail, status=status, body=body)
+        too_long.context_tokens = _context_tokens(error, message)
+        return too_long
     if status in _REJECTED:
         # a request of more tokens than a minute allows fits another deployment
         kind = base.BackendUnfit if is_quota else base.BackendRejected
         return kind(message, detail=detail, status=status, body=body)
-    how = "in its answer" if refused.is_in_band else f"with HTTP {status}"
-    words_too = _told(refused, error) if refused.is_in_band else ""
     is_final = refused.is_in_band or status < 400  # an answer, if no good one: asked again, it would be the same
-    message = f"The deployment failed {how}{words_too}"
+    message = f"The deployment failed {how}{told if refused.is_in_band else ''}"
     return base.BackendUnavailable(message, detail=detail, status=status, is_final=is_final)
-
-
-def _location(body: bytes) -> str | None:
-    """The field of the request that a validation error is about, by pydantic's `loc`; None without
-    one.
-    """
-    found = _LOCATION.search(body)
-    return found[1].decode() if found else None
 
 
 def _context_tokens(error: dict[str, Any], message: str) -> int | None:
@@ -166,21 +164,6 @@ def _mark(status: int, error: dict[str, Any]) -> Mark | None:
     """
     mark = _MARKS_BY_STATUS.get(status)
     return None if mark is Mark.ABSENT and error.get("param") not in (None, "", "model") else mark
-
-
-def _denial(refused: UpstreamRefusal, error: dict[str, Any], mark: Mark | None) -> str:
-    """The message of a permanent refusal, with the provider's text."""
-    how = "in its answer" if refused.is_in_band else f"with HTTP {refused.status}"
-    marked = f" ({mark})" if mark is not None else ""
-    return f"The deployment refused the request {how}{marked}{_told(refused, error)}"
-
-
-def _told(refused: UpstreamRefusal, error: dict[str, Any]) -> str:
-    """The provider's message after a colon; empty without a message."""
-    message = error.get("message")
-    if not isinstance(message, str) or not message.strip():
-        return ""
-    return f": {scrubbed(' '.join(message.split())[:_DETAIL_CHARACTERS], refused.secret)}"
 
 
 def in_band(data: bytes, secret: str = "") -> base.BackendError | None:
@@ -286,14 +269,6 @@ def _words(value: Any) -> str:
     message = next((said for name in _WORDS if (said := _words(value.get(name))).strip()), "")
     location = value.get("loc")
     return f"{'.'.join(map(str, location))}: {message}" if message and isinstance(location, list) else message
-
-
-def _client_body(refused: UpstreamRefusal, error: dict[str, Any]) -> bytes:
-    """OpenAI's error object with the provider's message, else with the gateway's."""
-    message = error.get("message")
-    if not isinstance(message, str) or not message:
-        message = f"The deployment rejected the request with HTTP {refused.status}"
-    return error_body(scrubbed(message, refused.secret), error.get("type"), error.get("param"), error.get("code"))
 
 
 def error_body(message: str, kind: Any, param: Any, code: Any) -> bytes:

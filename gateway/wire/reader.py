@@ -9,7 +9,7 @@ tells; a field that cannot be read costs that field, and never the answer.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import msgspec
@@ -75,13 +75,10 @@ def lack_of(chunks: Sequence[Chunk]) -> str:
     """
     lack = "empty"
     try:
-        for message in (
-            one for chunk in reversed(chunks) for data in reversed(chunk.each()) for one in _messages(data)
-        ):
+        datas = (data for chunk in reversed(chunks) for data in reversed(chunk.each()))
+        for message in chain.from_iterable(map(_messages, datas)):
             texts = list(said(message))
-            if any(message.get(name) for name in _ACTS) or any(
-                text.strip() for kind, text in texts if kind != "thought"
-            ):
+            if any(map(message.get, _ACTS)) or any(text.strip() for kind, text in texts if kind != "thought"):
                 return ""
             if any(kind == "thought" for kind, _ in texts):
                 lack = "thoughts"

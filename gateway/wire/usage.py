@@ -87,9 +87,8 @@ class _Tiered(_Tier, frozen=True):
 _decode = msgspec.json.Decoder(_Reported).decode
 _NO_INPUTS, _NO_OUTPUTS, _NO_LIVES, _NO_TOOLS, _NO_CACHED = _Inputs(), _Outputs(), _Lives(), _Tools(), _Cached()
 _NO_PARTS = msgspec.structs.astuple(_Reported())[3:]
-_PARTS = frozenset(
-    {"prompt_tokens_details", "completion_tokens_details", "cache_creation_token_details", "cache_creation"}
-) | {"server_tool_use", "cached_tokens_details"}
+_PARTS = frozenset({"cache_creation", "cached_tokens_details", "server_tool_use"})
+_PARTS |= {"prompt_tokens_details", "completion_tokens_details", "cache_creation_token_details"}
 
 
 def usage_of(raw: bytes) -> Usage | None:

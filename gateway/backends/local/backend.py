@@ -225,7 +225,9 @@ def _translated(
                 f"However, your {prompt} resulted in {error.prompt_tokens} tokens."
             )
             refusal_body = error_body(message, None, prompt, "context_length_exceeded")
-            return base.BackendTooLong(message, status=400, body=refusal_body, context_tokens=error.context_tokens)
+            too_long = base.BackendTooLong(message, status=400, body=refusal_body)
+            too_long.context_tokens = error.context_tokens
+            return too_long
         case local_engine.InvalidRequest(param="grammar"):  # also where the model cannot go on within it
             message = str(error).partition("\n")[0][:_WORDS_MAX]  # what a library adds is for its makers
             refusal_body = error_body(message, None, form_field(body, message), "unsupported_grammar")
