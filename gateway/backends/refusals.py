@@ -118,15 +118,15 @@ def refusal(refused: UpstreamRefusal) -> base.BackendError:
     how = "in its answer" if refused.is_in_band else f"with HTTP {status}"
     detail = scrubbed(f"{how.removeprefix('with ')}: {_excerpt(refused.body)}".removesuffix(": "), refused.secret)
     said = scrubbed(" ".join(error.get("message", "").split())[:_DETAIL_CHARACTERS], refused.secret)
-    told = f": {said}" if said else ""
+    provider_words = f": {said}" if said else ""
     known = next((_MARKS[word] for word in codes if word in _MARKS), None)
     if known is not None or status in _DENIED or not _PERMISSION.isdisjoint(codes):
         mark = known or _mark(status, error)
         marked = f" ({mark})" if mark is not None else ""
-        message = f"The deployment refused the request {how}{marked}{told}"
+        message = f"The deployment refused the request {how}{marked}{provider_words}"
         return base.BackendDenied(message, detail=detail, status=status, mark=mark)
     if status == 429 or (status in (503, 529) and (refused.retry_after_s is not None or status == 529)):
-        message = f"The deployment is overloaded{told if status == 429 else ''}"
+        message = f"The deployment is overloaded{provider_words if status == 429 else ''}"
         overloaded = base.BackendOverloaded(message, detail=detail, status=status, retry_after_s=refused.retry_after_s)
         overloaded.limits = refused.limits
         return overloaded
@@ -145,7 +145,7 @@ def refusal(refused: UpstreamRefusal) -> base.BackendError:
         kind = base.BackendUnfit if is_quota else base.BackendRejected
         return kind(message, detail=detail, status=status, body=body)
     is_final = refused.is_in_band or status < 400  # an answer, if no good one: asked again, it would be the same
-    message = f"The deployment failed {how}{told if refused.is_in_band else ''}"
+    message = f"The deployment failed {how}{provider_words if refused.is_in_band else ''}"
     return base.BackendUnavailable(message, detail=detail, status=status, is_final=is_final)
 
 
