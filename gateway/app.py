@@ -51,6 +51,7 @@ from gateway.api.asgi import Scope
 from gateway.api.background import Background
 from gateway.api.batches import BatchesEndpoint
 from gateway.api.chat import AnswerEndpoint, Uploads
+from gateway.api.compaction import Compact
 from gateway.api.feedback import Feedback
 from gateway.api.files import FilesEndpoint
 from gateway.api.front import Front, Routes, document, no_such_route, wrong_method
@@ -474,6 +475,7 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
             )
         },
         "/v1/responses/input_tokens": {"POST": InputTokens(parts.pipeline, memory)},
+        "/v1/responses/compact": {"POST": Compact(parts.pipeline, settings.body_bytes_max, memory, background)},
         "/v1/responses/*": dict.fromkeys(("GET", "POST", "DELETE"), stored),
         "/v1/conversations": {"POST": conversations},
         "/v1/conversations/*": dict.fromkeys(("GET", "POST", "DELETE"), conversations),

@@ -47,6 +47,7 @@ from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.api.background import Background
 from gateway.api.chat import AnswerEndpoint
+from gateway.api.compaction import Compact
 from gateway.api.front import Front
 from gateway.api.memory import Memory
 from gateway.api.messages import CountTokens, Messages
@@ -1084,6 +1085,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
         **{f"/v1{kind.path}": AnswerEndpoint(pipeline, settings.body_bytes_max, kind) for kind in KINDS},
         "/v1/responses": Responses(pipeline, settings.body_bytes_max, memory, background),
         "/v1/responses/input_tokens": InputTokens(pipeline, memory),
+        "/v1/responses/compact": Compact(pipeline, settings.body_bytes_max, memory, background),
         "/v1/responses/*": StoredResponses(pipeline, memory, background),
         "/v1/conversations": conversations,
         "/v1/conversations/*": conversations,

@@ -179,6 +179,7 @@ PATHS: dict[str, Any] = {
         )
     },
     "/v1/responses/input_tokens": {"post": operation("The tokens of a response's input", _body(ResponseRequest))},
+    "/v1/responses/compact": {"post": operation("A summary that replaces a conversation", _body(ResponseRequest))},
     "/v1/responses/{id}": {
         "get": _on("A kept response, or its events", "id", "stream", "starting_after", streams=True),
         "delete": _on("Delete a kept response", "id"),
