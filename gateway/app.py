@@ -56,9 +56,10 @@ from gateway.api.feedback import Feedback
 from gateway.api.files import FilesEndpoint
 from gateway.api.front import Front, Routes, document, no_such_route, wrong_method
 from gateway.api.memory import Memory
+from gateway.api.message_batches import MessageBatches
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
-from gateway.api.openapi import PATHS, SCHEMAS
+from gateway.api.openapi import PATHS, SCHEMAS, routes_of
 from gateway.api.passthrough import Passthrough
 from gateway.api.responses import InputTokens, Responses
 from gateway.api.stored_responses import ConversationsEndpoint, StoredResponses
@@ -456,7 +457,13 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
     stored = StoredResponses(parts.pipeline, memory, background)
     conversations = ConversationsEndpoint(parts.pipeline, memory)
     batches = BatchesEndpoint(parts.pipeline, parts.batches, parts.runner.woken.set)
+    of_messages = MessageBatches(parts.pipeline, parts.batches, parts.runner.woken.set)
     return {
+        **routes_of(stored.path, stored),
+        **routes_of(conversations.path, conversations),
+        **routes_of(files.path, files),
+        **routes_of(batches.path, batches),
+        **routes_of(of_messages.path, of_messages),
         **{
             f"/v1{kind.path}": {
                 "POST": Uploads(parts.pipeline, settings, kind)
@@ -476,20 +483,13 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
         },
         "/v1/responses/input_tokens": {"POST": InputTokens(parts.pipeline, memory)},
         "/v1/responses/compact": {"POST": Compact(parts.pipeline, settings.body_bytes_max, memory, background)},
-        "/v1/responses/*": dict.fromkeys(("GET", "POST", "DELETE"), stored),
-        "/v1/conversations": {"POST": conversations},
-        "/v1/conversations/*": dict.fromkeys(("GET", "POST", "DELETE"), conversations),
         "/v1/messages": {"POST": Messages(parts.pipeline, settings.body_bytes_max)},
         "/v1/messages/count_tokens": {"POST": CountTokens(parts.pipeline)},
         "/v1/feedback": {"POST": Feedback(parts.pipeline, parts.learning.reports)},
         "/tokenize": {"POST": TokenizeEndpoint(parts.pipeline)},
         "/detokenize": {"POST": DetokenizeEndpoint(parts.pipeline)},
-        "/v1/files": {"GET": files, "POST": files},
-        "/v1/files/*": {"GET": files, "DELETE": files},
-        "/v1/batches": {"GET": batches, "POST": batches},
-        "/v1/batches/*": {"GET": batches, "POST": batches},
         "/v1/models": {"GET": models},
-        "/v1/models/*": {"GET": models},
+        "/v1/models/*": {"GET": models, "DELETE": models},
     }
 
 

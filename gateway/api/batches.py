@@ -63,10 +63,9 @@ class BatchesEndpoint(ObjectEndpoint):
                 return listed([batch.as_json() for batch in page], limit)
             case "GET", batch_id, "":
                 return (await self._batches.get(team_id, batch_id)).as_json()
-            case "POST", batch_id, "cancel":
+            case _, batch_id, _:  # cancelled
                 await self._batches.cancel(team_id, batch_id)
                 return (await self._batches.get(team_id, batch_id)).as_json()
-        raise self.no_such_action(call)
 
     async def _create(self, call: Call) -> dict[str, Any]:
         request: BatchRequest = convert((await self.body(call))[1], BatchRequest)

@@ -23,7 +23,7 @@ from gateway.journey.bodies import Body
 from gateway.journey.recording import record_of
 from gateway.journey.turn import Arrival, Ended, arrive, elapsed_ms_since
 from gateway.pipeline import Pipeline
-from gateway.wire.errors import BadRequest, NotFound, shown
+from gateway.wire.errors import BadRequest, shown
 from gateway.wire.requests import decode_object
 
 _FIELDS_MAX = 50
@@ -81,11 +81,6 @@ class ObjectEndpoint(ABC):
         """The reply; None if it has been sent. Rate limits are checked before the call. Raises
         ApiError.
         """
-
-    def no_such_action(self, call: Call) -> NotFound:
-        """The error for a path or a method that the endpoint does not have."""
-        path = "/".join(filter(None, (self.path, call.object_id and "{id}", shown(call.action))))
-        return NotFound(f"There is no {call.method} {path} here", code="unknown_url")
 
     async def body(self, call: Call) -> tuple[bytes, dict[str, Any]]:
         """The body as bytes and as an object; an empty body is an empty object. Raises ApiError."""
@@ -150,11 +145,11 @@ def limit_of(query: Mapping[str, str], usual: int, most: int) -> int:
     return int(limit)
 
 
-def after_of(query: Mapping[str, str]) -> str:
+def after_of(query: Mapping[str, str], name: str = "after") -> str:
     """The id that precedes the page of `query`; empty for the first page. Raises BadRequest."""
-    after = query.get("after", "")
+    after = query.get(name, "")
     if after and not _ID.fullmatch(after):
-        raise _wrong("after", after, "an id of the list")
+        raise _wrong(name, after, "an id of the list")
     return after
 
 

@@ -43,14 +43,13 @@ class FilesEndpoint(ObjectEndpoint):
                 return await self._list(call)
             case "GET", file_id, "":
                 return (await self._files.get(team_id, file_id)).as_json()
-            case "DELETE", file_id, "" if file_id:
+            case "DELETE", file_id, _:
                 await self._files.delete(team_id, file_id)
                 return {"id": file_id, "object": "file", "deleted": True}
-            case "GET", file_id, "content":
+            case _, file_id, _:  # its content
                 found = await self._files.get(team_id, file_id)
                 await self._send_content(call, self._files.path(found.id), found.bytes)
                 return None
-        raise self.no_such_action(call)
 
     async def _list(self, call: Call) -> dict[str, Any]:
         limit, after = limit_of(call.query, _LIST_MAX, _LIST_MAX), after_of(call.query)

@@ -45,8 +45,9 @@ Routes = Mapping[str, Mapping[str, Endpoint]]
 class Front:
     """ASGI middleware.
 
-    `routes` is a map from a path to its endpoints by method, filled when the parts are open; a path
-    that ends in `/*` covers all paths below it. Other paths go to `app`.
+    `routes` is a map from a path to its endpoints by method, filled when the parts are open; in a
+    path, `{name}` is any one part, and a last `*` one or more. A path below `/v1` is served without
+    it, too. Other paths go to `app`.
     """
 
     def __init__(self, app: Any, routes: Routes) -> None:
@@ -63,7 +64,9 @@ class Front:
         methods = routes.get(path)
         if methods is None:
             plain, model = _as_v1(_plain(path))
-            methods = routes.get(plain) or routes.get("/".join(plain.split("/")[:3]) + "/*")
+            methods = _methods_of(plain, routes)
+            if methods is None and (methods := _methods_of(below := f"/v1{plain.removeprefix('/v2')}", routes)):
+                plain = below
             if methods is None and plain != "/v1" and not plain.startswith("/v1/"):
                 body = self._bodies.of(receive, headers_of(scope), None)
                 plainly = _with_get({**scope, "path": plain or "/"})
@@ -85,6 +88,21 @@ class Front:
             await _errors_of(scope["path"], routes)(send, arrive("unknown").request_id, refusal)
         else:
             await endpoint(scope, receive, send)
+
+
+def _methods_of(path: str, routes: Routes) -> Mapping[str, Endpoint] | None:
+    """The endpoints of a path by method; None for an unknown path."""
+    if (methods := routes.get(path)) is not None:
+        return methods
+    parts = path.split("/")
+    for known, methods in routes.items():
+        names = known.split("/")
+        is_open = names[-1] == "*" and len(parts) >= len(names)
+        if is_open or len(parts) == len(names):
+            pairs = zip(names[:-1] if is_open else names, parts, strict=False)
+            if all(name == part or (name[:1] == "{" and part) for name, part in pairs):
+                return methods
+    return None
 
 
 def _errors_of(path: str, routes: Routes) -> Any:
@@ -125,10 +143,8 @@ def no_such_route(path: str, routes: Routes) -> NotFound:
     one.
     """
     meant = f"/v1/{_plain(path).rpartition('/v1/')[2].lstrip('/')}"
-    hint = f"did you mean {meant}? A base_url ends in /v1, once"
-    if meant not in routes:
-        known = (f"{method} {known}" for known, methods in routes.items() for method in methods)
-        hint = f"there is {', '.join(known)}; more at /docs"
+    is_known = _methods_of(meant, routes) is not None
+    hint = f"did you mean {meant}? A base_url ends in /v1, once" if is_known else "what there is stands at /docs"
     return NotFound(f"There is no {path[:200]} here: {hint}", code="unknown_url")
 
 

@@ -11,7 +11,8 @@ import msgspec
 
 from gateway.api.batches import BatchRequest
 from gateway.api.feedback import FeedbackRequest
-from gateway.api.front import operation
+from gateway.api.front import Endpoint, Routes, operation
+from gateway.api.message_batches import MessageBatchRequest
 from gateway.api.messages import MessageRequest, PromptRequest
 from gateway.api.responses import ResponseRequest
 from gateway.api.stored_responses import ConversationRequest, ItemsRequest, MetadataRequest
@@ -42,6 +43,7 @@ _SHAPES = (
     ItemsRequest,
     MessageRequest,
     PromptRequest,
+    MessageBatchRequest,
     *(shape for name, shape in PLAIN_SHAPES.items() if name in _PLAIN),
     FeedbackRequest,
     BatchRequest,
@@ -204,6 +206,16 @@ PATHS: dict[str, Any] = {
     "/v1/messages/count_tokens": {
         "post": operation("The tokens of a message's prompt, in Anthropic's shape", _body(PromptRequest))
     },
+    "/v1/messages/batches": {
+        "post": operation("Create a batch of messages, in Anthropic's shape", _body(MessageBatchRequest)),
+        "get": _on("List the team's batches of messages", "limit", "after_id", "before_id"),
+    },
+    "/v1/messages/batches/{batch}": {
+        "get": _on("One batch of messages", "batch"),
+        "delete": _on("Delete an ended batch of messages with its results", "batch"),
+    },
+    "/v1/messages/batches/{batch}/cancel": {"post": _on("Cancel a batch of messages", "batch")},
+    "/v1/messages/batches/{batch}/results": {"get": _on("The results of a batch of messages, by line", "batch")},
     **{f"/v1{kind.path}": {"post": _plain(kind)} for kind in KINDS if kind.name in _PLAIN},
     "/v1/feedback": {"post": operation("Report a response right or wrong", _body(FeedbackRequest))},
     "/tokenize": {"post": operation("The tokens of a text or a conversation, by a local engine", _TOKENIZE_BODY)},
@@ -224,5 +236,11 @@ PATHS: dict[str, Any] = {
     "/v1/batches/{batch}": {"get": _on("One batch", "batch")},
     "/v1/batches/{batch}/cancel": {"post": _on("Cancel a batch", "batch")},
     "/v1/models": {"get": operation("List the models this key may use", None)},
-    "/v1/models/{model}": {"get": _on("One model", "model")},
+    "/v1/models/{model}": {"get": _on("One model", "model"), "delete": _on("Is always refused", "model")},
 }
+
+
+def routes_of(path: str, endpoint: Endpoint) -> Routes:
+    """The routes at and below `path`, with the methods that the document has."""
+    below = {known: item for known, item in PATHS.items() if known == path or known.startswith(f"{path}/{{")}
+    return {known: dict.fromkeys(map(str.upper, item), endpoint) for known, item in below.items()}

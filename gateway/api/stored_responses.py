@@ -51,7 +51,7 @@ class StoredResponses(ObjectEndpoint):
                 await self._memory.cancel(team, id)
                 self._background.leave(id)
                 return msgspec.Raw((await self._memory.find(team, id)).body)
-            case "GET", "input_items":
+            case _:  # its input's items
                 items = msgspec.json.decode((await self._memory.find(team, id)).input)
                 after, limit, is_ascending = _page(call.query)
                 ordered = items if is_ascending else items[::-1]
@@ -59,7 +59,6 @@ class StoredResponses(ObjectEndpoint):
                 if after and start is None:
                     raise _no_item(after)
                 return listed(ordered[start or 0 :], limit)
-        raise self.no_such_action(call)
 
     async def _follow(self, call: Call) -> None:
         """Send the events of a background response that follow the event `starting_after`."""
@@ -114,7 +113,7 @@ class ConversationsEndpoint(ObjectEndpoint):
             checked_items(request.items or [])
             return _shown(await self._memory.converse(call.identity, request.metadata or {}, request.items or ()))
         conversation = await self._memory.conversation(team, id)
-        match call.method, *call.action.split("/"):
+        match call.method, *call.action.split("/", 1):
             case "GET", "":
                 return _shown(conversation)
             case "POST", "":
@@ -135,7 +134,7 @@ class ConversationsEndpoint(ObjectEndpoint):
                 if page is None:
                     raise _no_item(after)
                 return listed([msgspec.json.decode(item) for item in page], limit)
-            case "GET" | "DELETE", "items", item_id:
+            case _, _, item_id:
                 item = await conversations.item(id, item_id) if ITEM_ID.fullmatch(item_id) else None
                 if item is None:
                     raise NotFound(f"Item with id '{shown(item_id)}' not found in conversation with id '{id}'.")
@@ -143,7 +142,6 @@ class ConversationsEndpoint(ObjectEndpoint):
                     return msgspec.Raw(item)
                 await self._memory.remove(team, id, item_id)
                 return _shown(conversation)
-        raise self.no_such_action(call)
 
     async def _read(self, call: Call, shape: type[Any]) -> Any:
         return convert((await self.body(call))[1], shape)
