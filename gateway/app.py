@@ -62,6 +62,7 @@ from gateway.api.models import Models
 from gateway.api.openapi import PATHS, SCHEMAS, routes_of
 from gateway.api.passthrough import Passthrough
 from gateway.api.responses import InputTokens, Responses
+from gateway.api.stored_chats import StoredChats, StoringChat
 from gateway.api.stored_responses import ConversationsEndpoint, StoredResponses
 from gateway.api.tokens import DetokenizeEndpoint, TokenizeEndpoint
 from gateway.batches.batches import Batches
@@ -455,6 +456,7 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
     files = FilesEndpoint(parts.pipeline, parts.files)
     memory, background = parts.memory, parts.background
     stored = StoredResponses(parts.pipeline, memory, background)
+    chats = StoredChats(parts.pipeline, parts.stored_responses)
     conversations = ConversationsEndpoint(parts.pipeline, memory)
     batches = BatchesEndpoint(parts.pipeline, parts.batches, parts.runner.woken.set)
     of_messages = MessageBatches(parts.pipeline, parts.batches, parts.runner.woken.set)
@@ -471,6 +473,11 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
                 else AnswerEndpoint(parts.pipeline, settings.body_bytes_max, kind)
             }
             for kind in KINDS
+        },
+        **routes_of(chats.path, chats),
+        chats.path: {
+            "GET": chats,
+            "POST": StoringChat(parts.pipeline, settings.body_bytes_max, memory, parts.stored_responses),
         },
         "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max, memory, background)},
         **{

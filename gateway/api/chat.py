@@ -97,7 +97,7 @@ class AnswerEndpoint:
     async def read(self, call: Call) -> tuple[Turn, Renderer]:
         """The turn of a request, and the renderer of its answer. Raises ApiError."""
         turn = read_turn(await self.body(call), call.headers, call.arrival, self._kind, asgi.model_of(call.scope))
-        return turn, PlainRenderer() if self._kind.is_plain else _CompletionRenderer(
+        return turn, PlainRenderer() if self._kind.is_plain else CompletionRenderer(
             self._pipeline.exact, turn.wants_usage
         )
 
@@ -256,7 +256,7 @@ def call_index(call: Mapping[str, Any], known_indexes: Collection[int], last_id:
     return max(0, max(known_indexes, default=-1) + (call.get("id") not in (None, "", last_id)))
 
 
-class _CompletionRenderer(Renderer):
+class CompletionRenderer(Renderer):
     """A `chat.completion`, or its chunks and `[DONE]`. A cached answer is rendered once."""
 
     __slots__ = ("_exact", "_wants_usage")

@@ -173,7 +173,18 @@ def _plain(kind: Kind) -> dict[str, Any]:
 
 
 PATHS: dict[str, Any] = {
-    "/v1/chat/completions": {"post": operation("Create a chat completion", _body(ChatRequest), streams=True)},
+    "/v1/chat/completions": {
+        "post": operation("Create a chat completion", _body(ChatRequest), streams=True),
+        "get": _on("List the team's stored chat completions", "limit", "order", "after", "model"),
+    },
+    "/v1/chat/completions/{id}": {
+        "get": _on("A stored chat completion", "id"),
+        "post": _on("Change a stored chat completion's metadata", "id", body=_body(MetadataRequest)),
+        "delete": _on("Delete a stored chat completion", "id"),
+    },
+    "/v1/chat/completions/{id}/messages": {
+        "get": _on("The messages of a stored chat completion", "id", "limit", "order", "after")
+    },
     "/v1/completions": {"post": operation("Create a completion", _body(CompletionRequest), streams=True)},
     "/v1/responses": {
         "post": operation(
