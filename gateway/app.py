@@ -460,6 +460,13 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
     conversations = ConversationsEndpoint(parts.pipeline, memory)
     batches = BatchesEndpoint(parts.pipeline, parts.batches, parts.runner.woken.set)
     of_messages = MessageBatches(parts.pipeline, parts.batches, parts.runner.woken.set)
+    chat = StoringChat(parts.pipeline, settings.body_bytes_max, memory, parts.stored_responses)
+    responses, compact = (
+        made(parts.pipeline, settings.body_bytes_max, memory, background) for made in (Responses, Compact)
+    )
+    messages = Messages(parts.pipeline, settings.body_bytes_max)
+    for endpoint in (chat, responses, compact, messages):
+        endpoint.files = parts.files
     return {
         **routes_of(stored.path, stored),
         **routes_of(conversations.path, conversations),
@@ -475,11 +482,8 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
             for kind in KINDS
         },
         **routes_of(chats.path, chats),
-        chats.path: {
-            "GET": chats,
-            "POST": StoringChat(parts.pipeline, settings.body_bytes_max, memory, parts.stored_responses),
-        },
-        "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max, memory, background)},
+        chats.path: {"GET": chats, "POST": chat},
+        "/v1/responses": {"POST": responses},
         **{
             one.route: dict.fromkeys(one.methods, one)
             for one in (
@@ -489,8 +493,8 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
             )
         },
         "/v1/responses/input_tokens": {"POST": InputTokens(parts.pipeline, memory)},
-        "/v1/responses/compact": {"POST": Compact(parts.pipeline, settings.body_bytes_max, memory, background)},
-        "/v1/messages": {"POST": Messages(parts.pipeline, settings.body_bytes_max)},
+        "/v1/responses/compact": {"POST": compact},
+        "/v1/messages": {"POST": messages},
         "/v1/messages/count_tokens": {"POST": CountTokens(parts.pipeline)},
         "/v1/feedback": {"POST": Feedback(parts.pipeline, parts.learning.reports)},
         "/tokenize": {"POST": TokenizeEndpoint(parts.pipeline)},

@@ -18,7 +18,9 @@ from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.endpoint import Call
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, cost_header, media_headers
+from gateway.api.input_files import with_files
 from gateway.api.provider_ids import NamedObjects
+from gateway.batches.files import Files
 from gateway.deployments.alias import Alias
 from gateway.journey.bodies import Body, ClientGone
 from gateway.journey.flight import Reply
@@ -81,6 +83,7 @@ class AnswerEndpoint:
 
     operation = ""
     release: Callable[[str], Awaitable[None]] | None = None  # what a request holds, at its end
+    files: Files | None = None  # whose ids a request's content may have
     send_error = staticmethod(asgi.send_error)
 
     def __init__(self, pipeline: Pipeline, body_bytes_max: int, kind: Kind = CHAT) -> None:
@@ -104,6 +107,8 @@ class AnswerEndpoint:
     async def body(self, call: Call) -> bytes:
         """The body, once no object that it names belongs to another team. Raises ApiError."""
         raw = await call.body.whole(self._body_bytes_max)
+        if self.files is not None:
+            raw = await with_files(raw, self.files, call.identity.team.id, self._body_bytes_max)
         if self._objects.have_owners:
             await self._objects.check(raw, call.identity.team.id)
         return raw

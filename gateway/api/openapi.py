@@ -17,7 +17,7 @@ from gateway.api.messages import MessageRequest, PromptRequest
 from gateway.api.responses import ResponseRequest
 from gateway.api.stored_responses import ConversationRequest, ItemsRequest, MetadataRequest
 from gateway.api.tokens import DetokenizeRequest
-from gateway.batches.files import EXPIRES_S
+from gateway.batches.files import EXPIRES_S, INPUT, INPUTS
 from gateway.journey.turn import CacheFields
 from gateway.wire.plain import INPUTS_MAX, PLAIN_SHAPES
 from gateway.wire.requests import PROMPTS_MAX, SPEAKERS, ChatRequest, CompletionRequest
@@ -154,7 +154,7 @@ _UPLOAD: dict[str, Any] = {
     "required": ["file", "purpose"],
     "properties": {
         "file": {"type": "string", "contentMediaType": "application/octet-stream"},
-        "purpose": {"enum": ["batch"]},
+        "purpose": {"enum": [INPUT, *INPUTS]},
         "expires_after[anchor]": {"enum": ["created_at"]},
         "expires_after[seconds]": {"type": "integer", "minimum": EXPIRES_S[0], "maximum": EXPIRES_S[1]},
     },
