@@ -26,7 +26,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Match
-from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from cache.redis_link import RedisLink
@@ -54,7 +53,7 @@ from gateway.api.chat import AnswerEndpoint, Uploads
 from gateway.api.compaction import Compact
 from gateway.api.feedback import Feedback
 from gateway.api.files import FilesEndpoint
-from gateway.api.front import Front, Routes, document, no_such_route, wrong_method
+from gateway.api.front import BelowPath, Front, Routes, document, no_such_route, wrong_method
 from gateway.api.memory import Memory
 from gateway.api.message_batches import MessageBatches
 from gateway.api.messages import CountTokens, Messages
@@ -144,8 +143,9 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(Front, routes=app.state.routes)
     document(app, PATHS, SCHEMAS)
 
-    if settings.trusted_proxies:
-        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=_as_seen(settings.trusted_proxies))
+    if settings.trusted_proxies or settings.public_path:
+        proxies = _as_seen(settings.trusted_proxies)
+        app.add_middleware(BelowPath, trusted_hosts=proxies, public_path=settings.public_path)
 
     app.add_exception_handler(HTTPException, _in_openai_shape)
     app.add_exception_handler(ApiError, _refused)

@@ -52,7 +52,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2300, "gateway/accounts": 2500, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 4040,
+    "gateway": 2300, "gateway/accounts": 2500, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 4080,
     "gateway/backends": 2380, "gateway/batches": 1160, "gateway/deployments": 1260, "gateway/journey": 2890,
     "gateway/learning": 1390, "gateway/reconcile": 610, "gateway/telemetry": 1850, "gateway/transport": 600,
     "gateway/wire": 1670, "cache": 1080, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1240,

@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from gateway.api.asgi import Message, Receive, Scope, Send, headers_of, send_error, with_headers
 from gateway.journey.bodies import Bodies, Body, ClientGone
@@ -194,6 +195,56 @@ def _kept_close(send: Send) -> Send:
         return [header for header in _KEPT_CLOSE if header[0] not in given]
 
     return with_headers(send, lacking)
+
+
+class BelowPath(ProxyHeadersMiddleware):
+    """ASGI middleware: what proxies in front say, and the sub-path below which they show all of this.
+
+    The sub-path is `public_path`, or the `X-Forwarded-Prefix` of a trusted proxy, which may have cut
+    it off or not. Own redirects, and the cookies of `/admin`, get it.
+    """
+
+    def __init__(self, app: Any, trusted_hosts: list[str], public_path: str) -> None:
+        super().__init__(app, trusted_hosts)
+        self._public_path = public_path
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        prefix = self._public_path if scope["type"] == "http" else ""
+        if scope["type"] == "http" and (scope.get("client") or ("",))[0] in self.trusted_hosts:
+            prefix = headers_of(scope).get("x-forwarded-prefix", prefix).rstrip("/")
+        if prefix and PUBLIC_PATH.fullmatch(prefix):
+            path = scope["path"].removeprefix(prefix)
+            if path[:1] in ("", "/"):
+                raw_path = scope.get("raw_path", b"").removeprefix(prefix.encode())
+                scope = {**scope, "path": path or "/", "raw_path": raw_path or b"/"}
+            if not scope["path"].startswith(_MOUNTED):  # starlette would look for it below the sub-path
+                scope["root_path"] = prefix
+            send = _below(send, prefix.encode())
+        await super().__call__(scope, receive, send)
+
+
+PUBLIC_PATH = re.compile(r"(?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]{0,99}){1,10}")
+_MOUNTED = "/static-offline-docs/"
+
+
+def _below(send: Send, prefix: bytes) -> Send:
+    """Wrap `send`: the response's own paths are below `prefix`."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [
+                (name, prefix + value)
+                if name == b"location" and value[:1] == b"/"
+                else (
+                    name,
+                    value.replace(b"Path=/admin", b"Path=%b/admin" % prefix) if name == b"set-cookie" else value,
+                )
+                for name, value in message["headers"]
+            ]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return sent
 
 
 def _bounded(body: Body, receive: Receive) -> Receive:
