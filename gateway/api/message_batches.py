@@ -173,7 +173,7 @@ class MessageBatches(InAnthropicsShape, ObjectEndpoint):
 
     async def _send_results(self, call: Call, batch: Batch) -> None:
         if batch.status in LIVE:
-            raise NotFound("The batch has not ended, so it has no results: `processing_status` says when it has")
+            raise InUse("The batch has not ended, so it has no results: `processing_status` says when it has")
         results = self._results(batch)
 
         def piece() -> bytes:

@@ -145,7 +145,7 @@ def test_body_over_the_limit(gateway: Gateway) -> None:
     ("method", "path", "status"),
     [
         ("GET", "/v1/nope", 404),
-        ("GET", "/v1/chat/completions", 405),
+        ("GET", "/v1/completions", 405),
         ("DELETE", "/v1/models", 405),
         ("GET", "/nope", 404),
         ("POST", "/healthz", 405),
@@ -165,7 +165,7 @@ def test_unknown_routes(gateway: Gateway, method: str, path: str, status: int) -
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("GET", "/v1/chat/completions", "POST"),
+        ("GET", "/v1/completions", "POST"),
         ("POST", "/v1/models", "GET, HEAD"),
         ("PUT", "/admin/api/teams", "GET, HEAD, POST"),
         ("POST", "/admin/api/teams/1", "DELETE, GET, HEAD, PATCH"),

@@ -57,7 +57,7 @@ async def test_each_request_has_a_result(host: Host, claude: AsyncAnthropic) -> 
         None,
     )
     assert (made.request_counts.processing, made.expires_at > made.created_at) == (4, True)
-    with pytest.raises(anthropic.NotFoundError, match="has not ended"):
+    with pytest.raises(anthropic.ConflictError, match="has not ended"):
         await claude.get(f"/v1/messages/batches/{made.id}/results", cast_to=object)
     await run(host)
     ended = await batches.retrieve(made.id)
