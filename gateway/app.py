@@ -26,7 +26,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Match
-from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
 from cache.redis_link import RedisLink
@@ -51,15 +50,18 @@ from gateway.api.asgi import Scope
 from gateway.api.background import Background
 from gateway.api.batches import BatchesEndpoint
 from gateway.api.chat import AnswerEndpoint, Uploads
+from gateway.api.compaction import Compact
 from gateway.api.feedback import Feedback
 from gateway.api.files import FilesEndpoint
-from gateway.api.front import Front, Routes, document, no_such_route, wrong_method
+from gateway.api.front import BelowPath, Front, Routes, document, no_such_route, wrong_method
 from gateway.api.memory import Memory
+from gateway.api.message_batches import MessageBatches
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
-from gateway.api.openapi import PATHS, SCHEMAS
+from gateway.api.openapi import PATHS, SCHEMAS, routes_of
 from gateway.api.passthrough import Passthrough
 from gateway.api.responses import InputTokens, Responses
+from gateway.api.stored_chats import StoredChats, StoringChat
 from gateway.api.stored_responses import ConversationsEndpoint, StoredResponses
 from gateway.api.tokens import DetokenizeEndpoint, TokenizeEndpoint
 from gateway.batches.batches import Batches
@@ -141,8 +143,9 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(Front, routes=app.state.routes)
     document(app, PATHS, SCHEMAS)
 
-    if settings.trusted_proxies:
-        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=_as_seen(settings.trusted_proxies))
+    if settings.trusted_proxies or settings.public_path:
+        proxies = _as_seen(settings.trusted_proxies)
+        app.add_middleware(BelowPath, trusted_hosts=proxies, public_path=settings.public_path)
 
     app.add_exception_handler(HTTPException, _in_openai_shape)
     app.add_exception_handler(ApiError, _refused)
@@ -453,9 +456,23 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
     files = FilesEndpoint(parts.pipeline, parts.files)
     memory, background = parts.memory, parts.background
     stored = StoredResponses(parts.pipeline, memory, background)
+    chats = StoredChats(parts.pipeline, parts.stored_responses)
     conversations = ConversationsEndpoint(parts.pipeline, memory)
     batches = BatchesEndpoint(parts.pipeline, parts.batches, parts.runner.woken.set)
+    of_messages = MessageBatches(parts.pipeline, parts.batches, parts.runner.woken.set)
+    chat = StoringChat(parts.pipeline, settings.body_bytes_max, memory, parts.stored_responses)
+    responses, compact = (
+        made(parts.pipeline, settings.body_bytes_max, memory, background) for made in (Responses, Compact)
+    )
+    messages = Messages(parts.pipeline, settings.body_bytes_max)
+    for endpoint in (chat, responses, compact, messages):
+        endpoint.files = parts.files
     return {
+        **routes_of(stored.path, stored),
+        **routes_of(conversations.path, conversations),
+        **routes_of(files.path, files),
+        **routes_of(batches.path, batches),
+        **routes_of(of_messages.path, of_messages),
         **{
             f"/v1{kind.path}": {
                 "POST": Uploads(parts.pipeline, settings, kind)
@@ -464,7 +481,9 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
             }
             for kind in KINDS
         },
-        "/v1/responses": {"POST": Responses(parts.pipeline, settings.body_bytes_max, memory, background)},
+        **routes_of(chats.path, chats),
+        chats.path: {"GET": chats, "POST": chat},
+        "/v1/responses": {"POST": responses},
         **{
             one.route: dict.fromkeys(one.methods, one)
             for one in (
@@ -474,20 +493,14 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
             )
         },
         "/v1/responses/input_tokens": {"POST": InputTokens(parts.pipeline, memory)},
-        "/v1/responses/*": dict.fromkeys(("GET", "POST", "DELETE"), stored),
-        "/v1/conversations": {"POST": conversations},
-        "/v1/conversations/*": dict.fromkeys(("GET", "POST", "DELETE"), conversations),
-        "/v1/messages": {"POST": Messages(parts.pipeline, settings.body_bytes_max)},
+        "/v1/responses/compact": {"POST": compact},
+        "/v1/messages": {"POST": messages},
         "/v1/messages/count_tokens": {"POST": CountTokens(parts.pipeline)},
         "/v1/feedback": {"POST": Feedback(parts.pipeline, parts.learning.reports)},
         "/tokenize": {"POST": TokenizeEndpoint(parts.pipeline)},
         "/detokenize": {"POST": DetokenizeEndpoint(parts.pipeline)},
-        "/v1/files": {"GET": files, "POST": files},
-        "/v1/files/*": {"GET": files, "DELETE": files},
-        "/v1/batches": {"GET": batches, "POST": batches},
-        "/v1/batches/*": {"GET": batches, "POST": batches},
         "/v1/models": {"GET": models},
-        "/v1/models/*": {"GET": models},
+        "/v1/models/*": {"GET": models, "DELETE": models},
     }
 
 

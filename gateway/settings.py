@@ -570,8 +570,10 @@ class Settings(_Section):
     is_metrics_open: bool = False
     """answer /metrics and all of /readyz without a key"""
     trusted_proxies: list[str] = []
-    """addresses and networks of the proxies in front, whose X-Forwarded-For and X-Forwarded-Proto
-    are used; commas between them in the environment"""
+    """addresses and networks of the proxies in front, whose X-Forwarded-For, X-Forwarded-Proto and
+    X-Forwarded-Prefix are used; commas between them in the environment"""
+    public_path: str = Field("", pattern=r"^((/[A-Za-z0-9_~-][A-Za-z0-9._~-]{0,99}){1,10})?$")
+    """the sub-path, such as /sameway, below which a proxy in front shows the dashboard and all else"""
     secret: str | None = None
     """the key of the cache's partitions and of sessions (environment only); hosts that share a
     Redis share it; default: made at the first start, kept in data_dir"""

@@ -47,10 +47,12 @@ from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.api.background import Background
 from gateway.api.chat import AnswerEndpoint
+from gateway.api.compaction import Compact
 from gateway.api.front import Front
 from gateway.api.memory import Memory
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models
+from gateway.api.openapi import PATHS, routes_of
 from gateway.api.responses import InputTokens, Responses
 from gateway.api.stored_responses import ConversationsEndpoint, StoredResponses
 from gateway.backends.base import (
@@ -644,7 +646,11 @@ class World:
     def front(self) -> httpx.ASGITransport:
         """A way for clients in front of the endpoints."""
         front = Front(
-            None, {path: dict.fromkeys(("GET", "POST", "DELETE"), one) for path, one in self._endpoints.items()}
+            None,
+            {
+                path: dict.fromkeys(map(str.upper, PATHS.get(path, ("GET", "POST"))), one)
+                for path, one in self._endpoints.items()
+            },
         )
         return httpx.ASGITransport(app=front, raise_app_exceptions=False)  # type: ignore[arg-type]
 
@@ -1089,13 +1095,14 @@ async def _build(settings: Settings, redis: Redis) -> World:
     ended: list[str] = []
     background = Background(pipeline, store, memory, link, ended.append)
     conversations = ConversationsEndpoint(pipeline, memory)
+    stored_one = StoredResponses(pipeline, memory, background)
     endpoints = {
         **{f"/v1{kind.path}": AnswerEndpoint(pipeline, settings.body_bytes_max, kind) for kind in KINDS},
+        **dict.fromkeys(routes_of("/v1/responses", stored_one), stored_one),
         "/v1/responses": Responses(pipeline, settings.body_bytes_max, memory, background),
         "/v1/responses/input_tokens": InputTokens(pipeline, memory),
-        "/v1/responses/*": StoredResponses(pipeline, memory, background),
-        "/v1/conversations": conversations,
-        "/v1/conversations/*": conversations,
+        "/v1/responses/compact": Compact(pipeline, settings.body_bytes_max, memory, background),
+        **dict.fromkeys(routes_of("/v1/conversations", conversations), conversations),
         "/v1/messages": Messages(pipeline, settings.body_bytes_max),
         "/v1/messages/count_tokens": CountTokens(pipeline),
         "/v1/models": (listed := Models(settings, pipeline, 0.0)),

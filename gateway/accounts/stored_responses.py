@@ -280,6 +280,25 @@ class ResponseStore:
             return await self.find(team_id, id)
         return _response(row) if row is not None else None
 
+    async def page(self, team_id: int, prefix: str, after: str, limit: int, *, is_ascending: bool) -> dict[str, bytes]:
+        """The bodies of the team's rows whose ids begin with `prefix`, in the order of their ids."""
+        id = responses.c.id
+        where = [self._is_teams(team_id), id.startswith(prefix, autoescape=True)]
+        if after:
+            where.append(id > after if is_ascending else id < after)
+        ordered = sa.select(id, responses.c.body).where(*where).order_by(id if is_ascending else id.desc())
+        return {row.id: row.body for row in await self.database.rows(ordered.limit(limit))}
+
+    @uncancelled
+    async def rewrite(self, row: StoredResponse, body: bytes) -> None:
+        """Replace the body of a row that is complete. Raises OverQuota."""
+        size_bytes = row.size_bytes + len(body) - len(row.body)
+        async with self.database.writing(is_durable=False) as connection:
+            values = {"body": body, "size_bytes": size_bytes}
+            holding = await self._held.resize(connection, row.team_id, values, responses.c.id == row.id)
+            if holding is not None:
+                await self._bound(connection, row.team_id, holding, row.id)
+
     @uncancelled
     async def texts(self, team_id: int, ids: Collection[str], bytes_max: int, *, is_input: bool) -> dict[str, bytes]:
         """The inputs or the bodies of the team's responses `ids`, by id; missing ids are left out.

@@ -36,6 +36,7 @@ _HEADERS = {
 }
 _STATIC_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
+_LINK = re.compile(r' (?:href|src|action)="(?=/[^/])')
 _log = get_logger(__name__)
 
 
@@ -69,6 +70,8 @@ class Pages:
             version=self._version,
             now_s=self._clock(),
         )
+        if below := request.scope.get("root_path"):  # values are escaped, so these are the templates' own
+            text = _LINK.sub(rf"\g<0>{below}", text)
         return HTMLResponse(text, status, headers=_HEADERS)
 
 

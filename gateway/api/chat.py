@@ -18,7 +18,9 @@ from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.endpoint import Call
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, base_headers, cost_header, media_headers
+from gateway.api.input_files import with_files
 from gateway.api.provider_ids import NamedObjects, apart_from_cache
+from gateway.batches.files import Files
 from gateway.deployments.alias import Alias
 from gateway.journey.bodies import Body, ClientGone
 from gateway.journey.flight import Reply
@@ -86,6 +88,7 @@ class AnswerEndpoint:
 
     operation = ""
     release: Callable[[str], Awaitable[None]] | None = None  # what a request holds, at its end
+    files: Files | None = None  # whose ids a request's content may have
     send_error = staticmethod(asgi.send_error)
 
     def __init__(self, pipeline: Pipeline, body_bytes_max: int, kind: Kind = CHAT) -> None:
@@ -102,13 +105,15 @@ class AnswerEndpoint:
     async def read(self, call: Call) -> tuple[Turn, Renderer]:
         """The turn of a request, and the renderer of its answer. Raises ApiError."""
         turn = read_turn(await self.body(call), call.headers, call.arrival, self._kind, asgi.model_of(call.scope))
-        return turn, PlainRenderer() if self._kind.is_plain else _CompletionRenderer(
+        return turn, PlainRenderer() if self._kind.is_plain else CompletionRenderer(
             self._pipeline.exact, turn.wants_usage
         )
 
     async def body(self, call: Call) -> bytes:
         """The body, once no object that it names belongs to another team. Raises ApiError."""
         raw = await call.body.whole(self._body_bytes_max)
+        if self.files is not None:
+            raw = await with_files(raw, self.files, call.identity.team.id, self._body_bytes_max)
         if self._objects.have_owners:
             await self._objects.check(raw, call.identity.team.id)
         return raw
@@ -306,7 +311,7 @@ def framed(name: str, data: bytes) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
-class _CompletionRenderer(Renderer):
+class CompletionRenderer(Renderer):
     """A `chat.completion`, or its chunks and `[DONE]`. A cached answer is rendered once."""
 
     __slots__ = ("_exact", "_wants_usage")

@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -66,12 +66,11 @@ def query_of(scope: asgi.Scope) -> dict[str, str]:
 
 class ObjectEndpoint(ABC):
     """One endpoint. A subclass defines `answer`, `operation`, its name in records, and if ids follow
-    it, `path` and `actions`: the methods of what may follow an id, `*` for another id.
+    it, `path`.
     """
 
     operation: str
     path = ""
-    actions: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     send_error = staticmethod(asgi.send_error)
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -146,11 +145,11 @@ def limit_of(query: Mapping[str, str], usual: int, most: int) -> int:
     return int(limit)
 
 
-def after_of(query: Mapping[str, str]) -> str:
+def after_of(query: Mapping[str, str], name: str = "after") -> str:
     """The id that precedes the page of `query`; empty for the first page. Raises BadRequest."""
-    after = query.get("after", "")
+    after = query.get(name, "")
     if after and not _ID.fullmatch(after):
-        raise _wrong("after", after, "an id of the list")
+        raise _wrong(name, after, "an id of the list")
     return after
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from gateway.api.asgi import Message, Receive, Scope, Send, headers_of, send_error, with_headers
 from gateway.journey.bodies import Bodies, Body, ClientGone
@@ -46,8 +47,9 @@ Routes = Mapping[str, Mapping[str, Endpoint]]
 class Front:
     """ASGI middleware.
 
-    `routes` is a map from a path to its endpoints by method, filled when the parts are open; a path
-    that ends in `/*` covers all paths below it. Other paths go to `app`.
+    `routes` is a map from a path to its endpoints by method, filled when the parts are open; in a
+    path, `{name}` is any one part, and a last `*` one or more. A path below `/v1` is served without
+    it, too. Other paths go to `app`.
     """
 
     def __init__(self, app: Any, routes: Routes) -> None:
@@ -64,7 +66,9 @@ class Front:
         methods = routes.get(path)
         if methods is None:
             plain, model = _as_v1(_plain(path))
-            methods = routes.get(plain) or _below(plain, routes)
+            methods = _methods_of(plain, routes)
+            if methods is None and (methods := _methods_of(below := f"/v1{plain.removeprefix('/v2')}", routes)):
+                plain = below
             if methods is None and plain != "/v1" and not plain.startswith("/v1/"):
                 body = self._bodies.of(receive, headers_of(scope), None)
                 plainly = _with_get({**scope, "path": plain or "/"})
@@ -91,15 +95,19 @@ class Front:
             await endpoint(scope, receive, send)
 
 
-def _below(path: str, routes: Routes) -> Mapping[str, Endpoint] | None:
-    """The methods of a path with an id: those of the action that follows the id, where its endpoint knows actions."""
-    parts = path.split("/", 4)
-    methods, action = routes.get("/".join(parts[:3]) + "/*"), "".join(parts[4:])
-    actions = getattr(next(iter((methods or {}).values()), None), "actions", None)
-    if not methods or not actions:
+def _methods_of(path: str, routes: Routes) -> Mapping[str, Endpoint] | None:
+    """The endpoints of a path by method; None for an unknown path."""
+    if (methods := routes.get(path)) is not None:
         return methods
-    allowed = actions.get(action) or actions.get(f"{action.rpartition('/')[0]}/*")
-    return allowed and {method: endpoint for method, endpoint in methods.items() if method in allowed}
+    parts = path.split("/")
+    for known, methods in routes.items():
+        names = known.split("/")
+        is_open = names[-1] == "*" and len(parts) >= len(names)
+        if is_open or len(parts) == len(names):
+            pairs = zip(names[:-1] if is_open else names, parts, strict=False)
+            if all(name == part or (name[:1] == "{" and part) for name, part in pairs):
+                return methods
+    return None
 
 
 def _with_id(send: Send, given: bytes) -> Send:
@@ -154,10 +162,8 @@ def no_such_route(path: str, routes: Routes) -> NotFound:
     one.
     """
     meant = f"/v1/{_plain(path).rpartition('/v1/')[2].lstrip('/')}"
-    hint = f"did you mean {meant}? A base_url ends in /v1, once"
-    if meant not in routes:
-        known = (f"{method} {known}" for known, methods in routes.items() for method in methods)
-        hint = f"there is {', '.join(known)}; more at /docs"
+    is_known = _methods_of(meant, routes) is not None
+    hint = f"did you mean {meant}? A base_url ends in /v1, once" if is_known else "what there is stands at /docs"
     return NotFound(f"There is no {path[:200]} here: {hint}", code="unknown_url")
 
 
@@ -207,6 +213,56 @@ def _kept_close(send: Send) -> Send:
         return [header for header in _KEPT_CLOSE if header[0] not in given]
 
     return with_headers(send, lacking)
+
+
+class BelowPath(ProxyHeadersMiddleware):
+    """ASGI middleware: what proxies in front say, and the sub-path below which they show all of this.
+
+    The sub-path is `public_path`, or the `X-Forwarded-Prefix` of a trusted proxy, which may have cut
+    it off or not. Own redirects, and the cookies of `/admin`, get it.
+    """
+
+    def __init__(self, app: Any, trusted_hosts: list[str], public_path: str) -> None:
+        super().__init__(app, trusted_hosts)
+        self._public_path = public_path
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        prefix = self._public_path if scope["type"] == "http" else ""
+        if scope["type"] == "http" and (scope.get("client") or ("",))[0] in self.trusted_hosts:
+            prefix = headers_of(scope).get("x-forwarded-prefix", prefix).rstrip("/")
+        if prefix and PUBLIC_PATH.fullmatch(prefix):
+            path = scope["path"].removeprefix(prefix)
+            if path[:1] in ("", "/"):
+                raw_path = scope.get("raw_path", b"").removeprefix(prefix.encode())
+                scope = {**scope, "path": path or "/", "raw_path": raw_path or b"/"}
+            if not scope["path"].startswith(_MOUNTED):  # starlette would look for it below the sub-path
+                scope["root_path"] = prefix
+            send = _below(send, prefix.encode())
+        await super().__call__(scope, receive, send)
+
+
+PUBLIC_PATH = re.compile(r"(?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]{0,99}){1,10}")
+_MOUNTED = "/static-offline-docs/"
+
+
+def _below(send: Send, prefix: bytes) -> Send:
+    """Wrap `send`: the response's own paths are below `prefix`."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [
+                (name, prefix + value)
+                if name == b"location" and value[:1] == b"/"
+                else (
+                    name,
+                    value.replace(b"Path=/admin", b"Path=%b/admin" % prefix) if name == b"set-cookie" else value,
+                )
+                for name, value in message["headers"]
+            ]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return sent
 
 
 def _bounded(body: Body, receive: Receive) -> Receive:

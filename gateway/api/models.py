@@ -1,4 +1,4 @@
-"""`GET /v1/models` and `/v1/models/{id}`: the aliases that a key may use, and the embedder.
+"""`/v1/models` and `/v1/models/{id}`: the aliases that a key may use, and the embedder.
 
 Shapes: OpenAI API reference, "Models"; OpenRouter, "Models", for a model's capabilities. A client
 that sends `anthropic-version` gets the shape of Anthropic's API reference, "List Models".
@@ -20,7 +20,7 @@ from gateway.api.messages import InAnthropicsShape
 from gateway.journey.turn import arrive
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings, is_pattern
-from gateway.wire.errors import ApiError, BadRequest, NotFound, shown
+from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotFound, shown
 from policies import Demand
 
 
@@ -41,6 +41,9 @@ class Models:
             identity = await self._pipeline.authenticate(key_of(headers))
             name = unquote(scope["path"].removeprefix("/v1/models").lstrip("/"))
             reply = self._one(identity, name) if name else self._all(identity)
+            if scope["method"] == "DELETE":  # at OpenAI, too, a key that does not own a model gets this
+                words = "You have insufficient permissions for this operation: models are the operator's to remove"
+                raise Forbidden(words, param="model", code="insufficient_permissions")
             if is_anthropics:
                 reply = _anthropics(reply) if name else _page(reply["data"], query_of(scope))
         except ApiError as error:

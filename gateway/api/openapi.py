@@ -11,12 +11,13 @@ import msgspec
 
 from gateway.api.batches import BatchRequest
 from gateway.api.feedback import FeedbackRequest
-from gateway.api.front import operation
+from gateway.api.front import Endpoint, Routes, operation
+from gateway.api.message_batches import MessageBatchRequest
 from gateway.api.messages import MessageRequest, PromptRequest
 from gateway.api.responses import ResponseRequest
 from gateway.api.stored_responses import ConversationRequest, ItemsRequest, MetadataRequest
 from gateway.api.tokens import DetokenizeRequest
-from gateway.batches.files import EXPIRES_S
+from gateway.batches.files import EXPIRES_S, INPUT, INPUTS
 from gateway.journey.turn import CacheFields
 from gateway.wire.plain import INPUTS_MAX, PLAIN_SHAPES
 from gateway.wire.requests import PROMPTS_MAX, SPEAKERS, ChatRequest, CompletionRequest
@@ -42,6 +43,7 @@ _SHAPES = (
     ItemsRequest,
     MessageRequest,
     PromptRequest,
+    MessageBatchRequest,
     *(shape for name, shape in PLAIN_SHAPES.items() if name in _PLAIN),
     FeedbackRequest,
     BatchRequest,
@@ -162,7 +164,7 @@ _UPLOAD: dict[str, Any] = {
     "required": ["file", "purpose"],
     "properties": {
         "file": {"type": "string", "contentMediaType": "application/octet-stream"},
-        "purpose": {"enum": ["batch"]},
+        "purpose": {"enum": [INPUT, *INPUTS]},
         "expires_after[anchor]": {"enum": ["created_at"]},
         "expires_after[seconds]": {"type": "integer", "minimum": EXPIRES_S[0], "maximum": EXPIRES_S[1]},
     },
@@ -181,7 +183,18 @@ def _plain(kind: Kind) -> dict[str, Any]:
 
 
 PATHS: dict[str, Any] = {
-    "/v1/chat/completions": {"post": operation("Create a chat completion", _body(ChatRequest), streams=True)},
+    "/v1/chat/completions": {
+        "post": operation("Create a chat completion", _body(ChatRequest), streams=True),
+        "get": _on("List the team's stored chat completions", "limit", "order", "after", "model"),
+    },
+    "/v1/chat/completions/{id}": {
+        "get": _on("A stored chat completion", "id"),
+        "post": _on("Change a stored chat completion's metadata", "id", body=_body(MetadataRequest)),
+        "delete": _on("Delete a stored chat completion", "id"),
+    },
+    "/v1/chat/completions/{id}/messages": {
+        "get": _on("The messages of a stored chat completion", "id", "limit", "order", "after")
+    },
     "/v1/completions": {"post": operation("Create a completion", _body(CompletionRequest), streams=True)},
     "/v1/responses": {
         "post": operation(
@@ -189,6 +202,7 @@ PATHS: dict[str, Any] = {
         )
     },
     "/v1/responses/input_tokens": {"post": operation("The tokens of a response's input", _body(ResponseRequest))},
+    "/v1/responses/compact": {"post": operation("A summary that replaces a conversation", _body(ResponseRequest))},
     "/v1/responses/{id}": {
         "get": _on("A kept response, or its events", "id", "stream", "starting_after", streams=True),
         "delete": _on("Delete a kept response", "id"),
@@ -213,6 +227,16 @@ PATHS: dict[str, Any] = {
     "/v1/messages/count_tokens": {
         "post": operation("The tokens of a message's prompt", _body(PromptRequest), errors_of="Anthropic")
     },
+    "/v1/messages/batches": {
+        "post": operation("Create a batch of messages, in Anthropic's shape", _body(MessageBatchRequest)),
+        "get": _on("List the team's batches of messages", "limit", "after_id", "before_id"),
+    },
+    "/v1/messages/batches/{batch}": {
+        "get": _on("One batch of messages", "batch"),
+        "delete": _on("Delete an ended batch of messages with its results", "batch"),
+    },
+    "/v1/messages/batches/{batch}/cancel": {"post": _on("Cancel a batch of messages", "batch")},
+    "/v1/messages/batches/{batch}/results": {"get": _on("The results of a batch of messages, by line", "batch")},
     **{f"/v1{kind.path}": {"post": _plain(kind)} for kind in KINDS if kind.name in _PLAIN},
     "/v1/feedback": {"post": operation("Report a response right or wrong", _body(FeedbackRequest))},
     "/tokenize": {"post": operation("The tokens of a text or a conversation, by a local engine", _TOKENIZE_BODY)},
@@ -233,5 +257,11 @@ PATHS: dict[str, Any] = {
     "/v1/batches/{batch}": {"get": _on("One batch", "batch")},
     "/v1/batches/{batch}/cancel": {"post": _on("Cancel a batch", "batch")},
     "/v1/models": {"get": operation("List the models this key may use", None)},
-    "/v1/models/{model}": {"get": _on("One model", "model")},
+    "/v1/models/{model}": {"get": _on("One model", "model"), "delete": _on("Is always refused", "model")},
 }
+
+
+def routes_of(path: str, endpoint: Endpoint) -> Routes:
+    """The routes at and below `path`, with the methods that the document has."""
+    below = {known: item for known, item in PATHS.items() if known == path or known.startswith(f"{path}/{{")}
+    return {known: dict.fromkeys(map(str.upper, item), endpoint) for known, item in below.items()}

@@ -8,6 +8,8 @@ completion". Invariant: a field that no deployment of the alias supports is refu
 never ignored.
 """
 
+import binascii
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -235,6 +237,7 @@ async def as_sent(
                 param="previous_response_id" if conversation_id is None else "conversation",
                 code="context_length_exceeded",
             )
+    items = [_unsealed(item) for item in items]
     fleet, bytes_max = pipeline.fleet, pipeline.settings.body_bytes_max
     alias = fleet.aliases.get(fleet.configured(str(body.get("model"))))
     may_pass = alias is not None and any("responses" in one.capabilities for one in alias.deployments.values())
@@ -273,6 +276,31 @@ def _encoded(request: Mapping[str, Any], bytes_max: int) -> bytes:
 
 # the gateway's own part, and a chat's names of the length, which would take the place of its own
 _UNSENT = frozenset({"previous_response_id", "conversation", "background", "max_tokens", "max_completion_tokens"})
+
+
+_SEALED = "sameway."  # a provider's own summaries begin otherwise
+_SUMMARY = "A summary of the conversation so far, but for the messages above:\n\n"
+
+
+def sealed(summary: str) -> str:
+    """The opaque content of a compaction. Its client wrote or read all of it, so it is no secret."""
+    return f"{_SEALED}{b64encode(summary.encode()).decode()}"
+
+
+def _unsealed(item: Item) -> Item:
+    """A compaction of this gateway as the message that it stands for; other items stay.
+
+    Raises BadRequest.
+    """
+    content = item.get("encrypted_content")
+    if item.get("type") != "compaction" or not isinstance(content, str) or not content.startswith(_SEALED):
+        return item
+    try:
+        summary = b64decode(content.removeprefix(_SEALED), validate=True).decode()
+    except (binascii.Error, ValueError):
+        words = "A compaction's `encrypted_content` is not as it was given out: send it unchanged"
+        raise BadRequest(words, param="input", code="invalid_value") from None
+    return {"type": "message", "role": "user", "content": f"{_SUMMARY}{summary}"}
 
 
 def _is_beyond_chat(request: ResponseRequest, items: Sequence[Item]) -> bool:

@@ -6,7 +6,7 @@ objects of its key's team.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -30,7 +30,6 @@ class StoredResponses(ObjectEndpoint):
 
     operation = "stored_responses"
     path = "/v1/responses"
-    actions: ClassVar = {"": ("GET", "DELETE"), "cancel": ("POST",), "input_items": ("GET",)}
 
     def __init__(self, pipeline: Pipeline, memory: Memory, background: Background) -> None:
         super().__init__(pipeline)
@@ -52,7 +51,7 @@ class StoredResponses(ObjectEndpoint):
                 await self._memory.cancel(team, id)
                 self._background.leave(id)
                 return msgspec.Raw((await self._memory.find(team, id)).body)
-            case "GET", "input_items":
+            case _:  # its input's items
                 items = msgspec.json.decode((await self._memory.find(team, id)).input)
                 after, limit, is_ascending = _page(call.query)
                 ordered = items if is_ascending else items[::-1]
@@ -60,7 +59,6 @@ class StoredResponses(ObjectEndpoint):
                 if after and start is None:
                     raise _no_item(after)
                 return listed(ordered[start or 0 :], limit)
-        raise AssertionError(call.action)  # the front knows `actions`
 
     async def _follow(self, call: Call) -> None:
         """Send the events of a background response that follow the event `starting_after`."""
@@ -103,11 +101,6 @@ class ConversationsEndpoint(ObjectEndpoint):
 
     operation = "conversations"
     path = "/v1/conversations"
-    actions: ClassVar = {
-        "": ("GET", "POST", "DELETE"),
-        "items": ("GET", "POST"),
-        "items/*": ("GET", "DELETE"),
-    }
 
     def __init__(self, pipeline: Pipeline, memory: Memory) -> None:
         super().__init__(pipeline)
@@ -120,7 +113,7 @@ class ConversationsEndpoint(ObjectEndpoint):
             checked_items(request.items or [])
             return _shown(await self._memory.converse(call.identity, request.metadata or {}, request.items or ()))
         conversation = await self._memory.conversation(team, id)
-        match call.method, *call.action.split("/"):
+        match call.method, *call.action.split("/", 1):
             case "GET", "":
                 return _shown(conversation)
             case "POST", "":
@@ -141,7 +134,7 @@ class ConversationsEndpoint(ObjectEndpoint):
                 if page is None:
                     raise _no_item(after)
                 return listed([msgspec.json.decode(item) for item in page], limit)
-            case "GET" | "DELETE", "items", item_id:
+            case _, _, item_id:
                 item = await conversations.item(id, item_id) if ITEM_ID.fullmatch(item_id) else None
                 if item is None:
                     raise NotFound(f"Item with id '{shown(item_id)}' not found in conversation with id '{id}'.")
@@ -149,7 +142,6 @@ class ConversationsEndpoint(ObjectEndpoint):
                     return msgspec.Raw(item)
                 await self._memory.remove(team, id, item_id)
                 return _shown(conversation)
-        raise AssertionError(call.action)  # the front knows `actions`
 
     async def _read(self, call: Call, shape: type[Any]) -> Any:
         return convert((await self.body(call))[1], shape)

@@ -113,8 +113,9 @@ class Batches:
         input_file_id: str,
         metadata: dict[str, str] | None,
         output_kept_s: int | None,
+        total: int = 0,
     ) -> Batch:
-        """Create a batch. Raises NotFound, Forbidden, and BadRequest for a file of another purpose."""
+        """Create a batch of `total` lines, if known. Raises NotFound, Forbidden, and BadRequest for a file of another purpose."""
         file = await self.files.get(team_id, input_file_id)
         if file.purpose != INPUT:
             raise BadRequest(
@@ -134,6 +135,7 @@ class Batches:
             expires_at_s=now_s + _WINDOW_S,
             output_kept_s=output_kept_s,
             metadata=metadata,
+            total=total,
         )
         await self._insert(batch)
         return batch
@@ -169,13 +171,22 @@ class Batches:
             raise NotFound(f"No batch found with id '{shown(batch_id)}'.", param="batch_id", code="batch_not_found")
         return batches[0]
 
-    async def page(self, team_id: int | None, after: str, limit: int) -> list[Batch]:
+    async def page(
+        self, team_id: int | None, after: str, limit: int, *, before: str = "", endpoint: str = ""
+    ) -> list[Batch]:
         """The batches of a team, or of all teams, older than the batch `after`, newest first.
 
-        Returns at most `limit` + 1.
+        Or those newer than `before`, oldest first. Returns at most `limit` + 1.
         """
         where = [] if team_id is None else [_batches.c.team_id == team_id]
-        return await self._select(*where, *([_batches.c.id < after] if after else []), limit=limit + 1)
+        where += [_batches.c.endpoint == endpoint] if endpoint else []
+        where += [_batches.c.id < after] if after else []
+        where += [_batches.c.id > before] if before else []
+        return await self._select(*where, limit=limit + 1, is_oldest_first=bool(before))
+
+    async def delete(self, batch: Batch) -> None:
+        """Delete a batch that has ended; its files stay."""
+        await self._database.write(sa.delete(_batches).where(_batches.c.id == batch.id, _batches.c.status.in_(_ENDED)))
 
     async def left(self) -> tuple[int, int]:
         """The number of live batches, and of their read lines that have not ended."""
@@ -204,13 +215,16 @@ class Batches:
             raise InUse(f"The batch has ended: its status is {batch.status}")
 
     @uncancelled
-    async def _select(self, *where: Any, limit: int) -> list[Batch]:
+    async def _select(self, *where: Any, limit: int, is_oldest_first: bool = False) -> list[Batch]:
         async with self._database.reading() as connection:
-            return await self._read(connection, *where, limit=limit)
+            return await self._read(connection, *where, limit=limit, is_oldest_first=is_oldest_first)
 
-    async def _read(self, connection: AsyncConnection, *where: Any, limit: int = 1) -> list[Batch]:
+    async def _read(
+        self, connection: AsyncConnection, *where: Any, limit: int = 1, is_oldest_first: bool = False
+    ) -> list[Batch]:
         """The batches, newest first; a running batch has the sums of its chunks' counts."""
-        selected = sa.select(_batches).where(*where).order_by(_batches.c.id.desc()).limit(limit)
+        order = _batches.c.id if is_oldest_first else _batches.c.id.desc()
+        selected = sa.select(_batches).where(*where).order_by(order).limit(limit)
         rows = list((await connection.execute(selected)).mappings())
         sums = (
             sa.select(_chunks.c.batch_id, sa.func.sum(_chunks.c.completed), sa.func.sum(_chunks.c.failed))

@@ -41,7 +41,9 @@ from gateway.wire.errors import (
 )
 
 INPUT, OUTPUT = "batch", "batch_output"
-PURPOSES = (INPUT, OUTPUT)
+INPUTS = ("user_data", "assistants", "vision")
+"""The purposes of files that a request may have in its content."""
+PURPOSES = (INPUT, OUTPUT, *INPUTS)
 _STALE_S = 3_600.0  # an upload without a byte for as long has no process any more
 _PIECE_BYTES = 256 << 10
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -384,9 +386,10 @@ def _over_quota(reason: str) -> OverQuota:
 
 def check_purpose(purpose: str) -> str:
     """Check the purpose of an upload, and return it. Raises BadRequest."""
-    if purpose != INPUT:
+    if purpose not in (INPUT, *INPUTS):
         raise BadRequest(
-            f"Invalid purpose: expected `{INPUT}`, got `{shown(purpose)}`; files for other uses are not kept here",
+            f"Invalid purpose: expected one of {', '.join((INPUT, *INPUTS))}, got `{shown(purpose)}`; files for other "
+            "uses are not kept here",
             param="purpose",
             code="invalid_value" if purpose else "missing_required_parameter",
         )

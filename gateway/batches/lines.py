@@ -22,7 +22,7 @@ _LINES_A_CHUNK = 100
 _BYTES_A_CHUNK = 4 << 20
 _SKIP_BYTES = 64 << 10
 _ID_CHARS_MAX = 512
-EXPIRED = "batch_expired"
+EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
 LINE_BYTES = 512
 """The bytes of a line's error, without the text that it repeats from the line."""
 

@@ -27,6 +27,7 @@ from gateway.accounts.holdings import OverQuota
 from gateway.batches.batches import LEASE_S, Batch, Batches, BatchLease
 from gateway.batches.files import OUTPUT, Files, new_object_id
 from gateway.batches.lines import (
+    CANCELLED,
     EXPIRED,
     LINE_BYTES,
     LineOutcome,
@@ -132,7 +133,7 @@ class _HeldLease:
     def why_not(self) -> LineRefused | None:
         """The reason to run no further lines; None to run them."""
         if self.batch.status == "cancelling":
-            return LineRefused("batch_cancelled", "The batch was cancelled before this line was run")
+            return LineRefused(CANCELLED, "The batch was cancelled before this line was run")
         if self.batch.errors is not None:
             error = self.batch.errors["data"][0]
             return LineRefused(error["code"], error["message"])

@@ -447,6 +447,43 @@ async def test_behind_a_proxy_clients_are_told_apart(start: Open) -> None:
     assert await status("192.0.2.77", "192.0.2.1", ADMIN_KEY) == 429
 
 
+_PREFIX = "/tools/sameway"
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize("named", ["setting", "header"])
+async def test_below_a_sub_path_all_links_lead_there(start: Open, named: str, is_cut: bool) -> None:
+    """Of pages, forms, redirects and the cookie, and of /docs, whether or not the proxy cuts the sub-path off."""
+    app = await start(**({"public_path": _PREFIX} if named == "setting" else {"trusted_proxies": ["10.0.0.0/8"]}))
+    told = {"x-forwarded-prefix": _PREFIX} if named == "header" else {}
+    below = "" if is_cut else _PREFIX
+    async with visiting(app, "10.0.0.1", headers=told) as browser:
+        assert (await browser.get(f"{below}/")).headers["location"] == f"{_PREFIX}/admin"
+        reply = await browser.post(f"{below}/admin/login", data={"key": ADMIN_KEY}, headers=OWN)
+        assert reply.headers["location"] == f"{_PREFIX}/admin"
+        assert f"Path={_PREFIX}/admin;" in reply.headers["set-cookie"]
+        cookie = {"cookie": reply.headers["set-cookie"].partition(";")[0]}
+        page = (await browser.get(f"{below}/admin/teams", headers=cookie)).text
+        assert re.findall(r' (?:href|src|action)="(/[^"]*)"', page)
+        assert all(link.startswith(_PREFIX) for link in re.findall(r' (?:href|src|action)="(/[^"]*)"', page))
+        script = re.findall(r' src="(/[^"]*)"', page)[0].removeprefix("" if below else _PREFIX)
+        assert (await browser.get(script)).status_code == 200
+        docs = (await browser.get(f"{below}/docs")).text
+        assert f"{_PREFIX}/openapi.json" in docs
+        static = re.findall(rf'"{_PREFIX}(/static[^"]*js)"', docs)[0]
+        assert (await browser.get(f"{below}{static}")).status_code == 200
+        assert (await browser.get(f"{below}/v1/models")).status_code == 401
+
+
+@pytest.mark.parametrize("prefix", ["//evil.example", "/a b", "https://evil.example", "/..", '/"><script>'])
+async def test_a_sub_path_is_believed_from_a_proxy_alone(start: Open, prefix: str) -> None:
+    """And only where it is a path: a client that names one changes nothing."""
+    app = await start(trusted_proxies=["10.0.0.0/8"])
+    for peer, told in (("192.0.2.1", _PREFIX), ("10.0.0.1", prefix)):
+        async with visiting(app, peer, headers={"x-forwarded-prefix": told}) as browser:
+            assert (await browser.get("/")).headers["location"] == "/admin"
+
+
 # -- where the login leads, and what pages allow
 
 

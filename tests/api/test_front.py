@@ -22,6 +22,9 @@ _ROUTES: dict[str, Any] = {
     "/v1/chat/completions": {"POST": _echo},
     "/v1/models": {"GET": _echo},
     "/v1/models/*": {"GET": _echo},
+    "/v1/rerank": {"POST": _echo},
+    "/v1/files/{file}": {"GET": _echo, "DELETE": _echo},
+    "/v1/files/{file}/content": {"GET": _echo},
 }
 
 
@@ -87,11 +90,41 @@ async def test_a_wrong_base_url_is_told_the_right_one(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1", "/v1/files", "/v1/messages", "/v1/chat", "/v1/realtime"])
 async def test_what_nobody_serves_is_told_what_there_is(path: str) -> None:
-    """A route of OpenAI's or of another API that is not here: 404 in OpenAI's shape, with the routes that are."""
+    """A route of OpenAI's or of another API that is not here: 404 in OpenAI's shape, with the place of those that are."""
     reply = await ask("POST", path)
     assert reply.status_code == 404
     assert reply.json()["error"]["type"] == "invalid_request_error"
-    assert "there is POST /v1/chat/completions, GET /v1/models" in reply.json()["error"]["message"]
+    assert "/docs" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "known"),
+    [
+        ("POST", "/chat/completions", "/v1/chat/completions"),
+        ("POST", "/rerank", "/v1/rerank"),
+        ("POST", "/v2/rerank", "/v1/rerank"),
+        ("GET", "/models/org/name", "/v1/models/org/name"),
+        ("DELETE", "/files/file-1/", "/v1/files/file-1"),
+    ],
+)
+async def test_a_path_without_its_version_is_served(method: str, path: str, known: str) -> None:
+    """By Cohere's, Jina's and vLLM's names of `/v1/rerank`, and with a base URL that lacks its end."""
+    assert (await ask(method, path)).headers["x-asked"] == f"{method} {known}"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/v1/files/file-1", "DELETE, GET, HEAD"),
+        ("DELETE", "/v1/files/file-1/content", "GET, HEAD"),
+        ("DELETE", "/files/file-1/content", "GET, HEAD"),
+    ],
+)
+async def test_a_wrong_method_is_told_the_paths_own(method: str, path: str, allowed: str) -> None:
+    """Also below an id, where the paths differ; what is not there at all is a 404."""
+    reply = await ask(method, path)
+    assert (reply.status_code, reply.headers["allow"]) == (405, allowed)
+    assert (await ask("GET", "/v1/files/file-1/nothing")).status_code == 404
 
 
 async def test_a_browser_may_ask_and_read() -> None:

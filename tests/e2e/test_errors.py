@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from gateway.app import create_app
@@ -144,14 +145,14 @@ def test_body_over_the_limit(gateway: Gateway) -> None:
     ("method", "path", "status"),
     [
         ("GET", "/v1/nope", 404),
-        ("GET", "/v1/chat/completions", 405),
+        ("GET", "/v1/completions", 405),
         ("DELETE", "/v1/models", 405),
         ("GET", "/nope", 404),
         ("POST", "/healthz", 405),
         ("GET", "/v1", 404),
         ("GET", "/v1/modelsX", 404),
         ("GET", "/v1x", 404),
-        ("POST", "/chat/completions", 404),
+        ("POST", "/v1/v1/chat/completions", 404),
     ],
 )
 def test_unknown_routes(gateway: Gateway, method: str, path: str, status: int) -> None:
@@ -164,7 +165,7 @@ def test_unknown_routes(gateway: Gateway, method: str, path: str, status: int) -
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("GET", "/v1/chat/completions", "POST"),
+        ("GET", "/v1/completions", "POST"),
         ("POST", "/v1/models", "GET, HEAD"),
         ("PUT", "/admin/api/teams", "GET, HEAD, POST"),
         ("POST", "/admin/api/teams/1", "DELETE, GET, HEAD, PATCH"),
@@ -187,11 +188,42 @@ def test_a_wrong_method_is_told_all_the_right_ones(gateway: Gateway, method: str
     assert reply.json()["error"]["code"] == "method_not_allowed"
 
 
-def test_a_base_url_without_v1_is_told_so(gateway: Gateway) -> None:
-    """The commonest mistake of all reads what was meant."""
-    reply = httpx.post(f"{gateway.root}/chat/completions", json={})
-    assert reply.status_code == 404
-    assert "did you mean /v1/chat/completions?" in reply.json()["error"]["message"]
+def test_a_base_url_without_v1_is_served(gateway: Gateway) -> None:
+    """The commonest mistake of all costs nothing."""
+    chat = {"model": "mock", "messages": [{"role": "user", "content": "hello"}]}
+    reply = httpx.post(f"{gateway.root}/chat/completions", json=chat, headers={"authorization": f"Bearer {API_KEY}"})
+    assert (reply.status_code, reply.json()["object"]) == (200, "chat.completion")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/v1/responses/resp_1", "DELETE, GET, HEAD"),
+        ("POST", "/v1/responses/resp_1", "DELETE, GET, HEAD"),
+        ("DELETE", "/v1/responses/resp_1/input_items", "GET, HEAD"),
+        ("DELETE", "/v1/conversations/conv_1/items", "GET, HEAD, POST"),
+        ("DELETE", "/v1/files/file-1/content", "GET, HEAD"),
+        ("POST", "/v1/batches/batch_1", "GET, HEAD"),
+        ("GET", "/v1/batches/batch_1/cancel", "POST"),
+        ("PATCH", "/v1/models/mock", "DELETE, GET, HEAD"),
+    ],
+)
+def test_a_wrong_method_below_an_id_is_told_the_paths_own(
+    gateway: Gateway, method: str, path: str, allowed: str
+) -> None:
+    """Whether or not there is such an object; no key is asked for."""
+    reply = httpx.request(method, gateway.root + path)
+    assert (reply.status_code, reply.headers["allow"]) == (405, allowed)
+
+
+def test_a_model_is_not_deleted(gateway: Gateway) -> None:
+    """As OpenAI tells a key that does not own it; an unknown one is not found."""
+    client = openai.OpenAI(base_url=gateway.base_url, api_key=API_KEY)
+    with pytest.raises(openai.PermissionDeniedError, match="insufficient permissions"):
+        client.models.delete("mock")
+    with pytest.raises(openai.NotFoundError):
+        client.models.delete("nothing")
+    assert client.models.retrieve("mock").id == "mock"
 
 
 def test_which_models_there_are_is_said(gateway: Gateway) -> None:

@@ -60,7 +60,7 @@ async def test_pages(host: Host) -> None:
     page = await host.client.files.list(limit=2, order="asc", purpose="batch")
     assert (page.has_more, [file.id for file in page.data]) == (True, ids[:2])
     assert (await host.client.files.list(purpose="batch_output")).data == []
-    for query in ("limit=0", "limit=x", "after=../x", "order=up", "purpose=vision", "&".join(["a=b"] * 51)):
+    for query in ("limit=0", "limit=x", "after=../x", "order=up", "purpose=evals", "&".join(["a=b"] * 51)):
         assert await host.refusal(method="GET", path=f"/files?{query}") == (400, "invalid_value")
 
 
@@ -91,7 +91,7 @@ async def test_bad_uploads_leave_nothing(host: Host) -> None:
     for request, code in (
         ({"data": {"purpose": "batch"}, "files": {"other": b"x"}}, "missing_required_parameter"),
         ({"files": form}, "missing_required_parameter"),
-        ({"data": {"purpose": "vision"}, "files": form}, "invalid_value"),
+        ({"data": {"purpose": "evals"}, "files": form}, "invalid_value"),
         ({"data": {"purpose": "batch"}, "files": [("file", ("a", LINE)), ("file", ("b", LINE))]}, "invalid_value"),
         ({"data": {"purpose": "batch", "expires_after[seconds]": "5"}, "files": form}, "invalid_value"),
         ({"data": {"purpose": "b" * 5_000}, "files": form}, "invalid_value"),

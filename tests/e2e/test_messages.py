@@ -202,13 +202,13 @@ def test_every_refusal_of_its_routes_has_anthropics_shape(gateway: Gateway) -> N
     for method, path, status, kind in (
         ("GET", "/v1/messages", 405, "invalid_request_error"),
         ("DELETE", "/v1/messages/count_tokens", 405, "invalid_request_error"),
-        ("POST", "/v1/messages/batches", 404, "not_found_error"),
+        ("POST", "/v1/messages/batches/x/y/z", 404, "not_found_error"),
         ("POST", "/v1/messages", 400, "invalid_request_error"),
     ):
         reply = httpx.request(method, gateway.root + path, headers={"x-api-key": API_KEY}, content=b"[")
         assert (reply.status_code, reply.json()["type"], reply.json()["error"]["type"]) == (status, "error", kind)
         assert reply.json()["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
-    assert httpx.get(f"{gateway.root}/v1/chat/completions").json()["error"]["code"] == "method_not_allowed"
+    assert httpx.get(f"{gateway.root}/v1/completions").json()["error"]["code"] == "method_not_allowed"
     with Anthropic(base_url=gateway.root, api_key=API_KEY, max_retries=0) as claude:
         with pytest.raises(anthropic.APIStatusError) as busy:
             claude.messages.create(model="busy", max_tokens=5, messages=said(question()))

@@ -134,7 +134,7 @@ def _talk(gateway: Gateway, found: Seen) -> None:
     said("too large", post("/v1/chat/completions", content=b" " * 100_001))
     said("compressed", post("/v1/chat/completions", content=b"x", headers={"content-encoding": "gzip"}))
     said("unknown path", post("/v1/nothing", json={}))
-    said("wrong method", httpx.get(f"{gateway.root}/v1/chat/completions", timeout=10))
+    said("wrong method", httpx.get(f"{gateway.root}/v1/completions", timeout=10))
     said("unsupported", chat("x", "limited", tools=tools))
     said("upstream fails", chat("x", "failing"))
     said("upstream is busy", chat("x", "busy"))

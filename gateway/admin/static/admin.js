@@ -11,7 +11,7 @@ async function refresh() {
   let page;
   try {
     const reply = await fetch(location.href, { headers: { accept: "text/html" } });
-    if (reply.redirected && new URL(reply.url).pathname === "/admin/login") {
+    if (reply.redirected && new URL(reply.url).pathname.endsWith("/admin/login")) {
       location.reload();
       return;
     }
