@@ -53,31 +53,6 @@ NoteIds = Callable[[set[str]], Awaitable[None]]
 """Notes the ids of a provider's objects as the team's."""
 
 
-class _ContentBlock:
-    """One content block. `fields` are its fields at the start; `parts` are pieces of its text or of
-    a call's arguments that wait for the block's turn.
-
-    A block of another type than text, thinking and tool_use is whole from the start.
-    """
-
-    __slots__ = ("call", "fields", "parts")
-
-    def __init__(self, fields: dict[str, Any], call: int | None = None) -> None:
-        self.fields = {**fields, **_EMPTY.get(fields["type"], {})}
-        self.call = call  # the index of a tool call
-        self.parts: list[str] = []
-
-    @property
-    def kind(self) -> str:
-        kind: str = self.fields["type"]
-        return kind
-
-    def delta(self, text: str) -> dict[str, Any]:
-        if self.call is not None:
-            return {"type": "input_json_delta", "partial_json": text}
-        return {"type": f"{self.kind}_delta", self.kind: text}
-
-
 class MessageRenderer(EventRenderer):
     """The renderer of one message. `model` is used if the chunks name no model.
 
@@ -99,7 +74,9 @@ class MessageRenderer(EventRenderer):
         self._key = request_id.removeprefix("req_")
         self._folded = MessageFold()
         self._carried = Carried()
-        self._blocks: list[_ContentBlock] = []
+        self._blocks: list[dict[str, Any]] = []  # each as it begins; one of another type is whole then
+        self._parts: dict[int, list[str]] = {}  # texts and arguments that wait for the turn of their block
+        self._calls: dict[int, int] = {}  # the positions of calls' blocks
         self._open: int | None = None  # the block that is growing on the wire; later ones wait for its end
         self._started = 0  # blocks that have begun on the wire
         self._is_begun = self._is_native_at_end = self._is_stopped = False
@@ -153,8 +130,8 @@ class MessageRenderer(EventRenderer):
         self._close()
         for position in range(self._started, len(self._blocks)):
             self._start(position)
-            if text := "".join(self._blocks[position].parts):
-                self._tell("content_block_delta", index=position, delta=self._blocks[position].delta(text))
+            if parts := self._parts.get(position):
+                self._grow(position, "".join(parts))
             self._close()
         self._carry()
         self._close()
@@ -182,10 +159,11 @@ class MessageRenderer(EventRenderer):
             case "message_start":
                 self._is_begun = True
             case "content_block_start":
-                self._blocks.append(_ContentBlock(event["content_block"]))
+                kind = event["content_block"]["type"]
+                self._blocks.append({"type": kind if kind in ("text", "thinking") else "closed"})
                 self._open, self._started = event["index"], len(self._blocks)
             case "content_block_stop" if self._open is not None:
-                self._open, self._blocks[-1].fields = None, {"type": "closed"}
+                self._open, self._blocks[-1] = None, {"type": "closed"}
             case "message_delta":
                 self._container = event["delta"].get("container")
                 self._is_native_at_end = event["delta"].get("stop_reason") is not None
@@ -230,39 +208,32 @@ class MessageRenderer(EventRenderer):
     def _say(self, kind: str, text: str) -> None:
         if not text:
             return
-        self._last(kind)
+        if not self._blocks or self._blocks[-1]["type"] != kind:
+            self._begin({"type": kind})
         self._grow(len(self._blocks) - 1, text)
-
-    def _last(self, kind: str) -> _ContentBlock:
-        """The last block if it is of this kind, else a new one."""
-        if not self._blocks or self._blocks[-1].kind != kind:
-            self._begin(_ContentBlock({"type": kind}))
-        return self._blocks[-1]
 
     def _call(self, call: dict[str, Any]) -> None:
         """Begin a call, or extend its arguments."""
         index, function = call["index"], call.get("function") or {}
-        positions = {block.call: position for position, block in enumerate(self._blocks) if block.call is not None}
-        if index not in positions:
-            fields = {"type": "tool_use", "id": call["id"], "name": function.get("name") or ""}
+        if index not in self._calls:
             self._carried.add_call(call["id"], call)
-            self._begin(_ContentBlock(fields, call=index))
-            positions[index] = len(self._blocks) - 1
+            self._begin({"type": "tool_use", "id": call["id"], "name": function.get("name") or ""})
+            self._calls[index] = len(self._blocks) - 1
         else:
-            self._carried.add_call(self._blocks[positions[index]].fields["id"], call)
+            self._carried.add_call(self._blocks[self._calls[index]]["id"], call)
         if arguments := function.get("arguments"):
-            self._grow(positions[index], arguments)
+            self._grow(self._calls[index], arguments)
 
     # --- blocks
 
-    def _begin(self, block: _ContentBlock) -> None:
+    def _begin(self, fields: dict[str, Any]) -> None:
         """Add a block. It starts on the wire unless a call is open: calls may grow side by side."""
-        is_waiting = self._open is not None and self._blocks[self._open].call is not None
+        is_waiting = self._open is not None and self._blocks[self._open]["type"] == "tool_use"
         if not is_waiting:
             self._close()
-        if block.kind != "thinking":
+        if fields["type"] != "thinking":
             self._carry()
-        self._blocks.append(block)
+        self._blocks.append(fields | _EMPTY.get(fields["type"], {}))
         if not is_waiting:
             self._close()
             self._start(len(self._blocks) - 1)
@@ -270,22 +241,25 @@ class MessageRenderer(EventRenderer):
     def _carry(self) -> None:
         """Begin a block for what the next turn needs, and no thinking before carries."""
         if self._carried.is_pending:
-            self._begin(_ContentBlock({"type": "redacted_thinking", "data": self._carried.sealed()}))
+            self._begin({"type": "redacted_thinking", "data": self._carried.sealed()})
 
     def _start(self, position: int) -> None:
         self._open, self._started = position, position + 1
-        self._tell("content_block_start", index=position, content_block=self._blocks[position].fields)
+        self._tell("content_block_start", index=position, content_block=self._blocks[position])
 
     def _grow(self, position: int, text: str) -> None:
         if position != self._open:
-            self._blocks[position].parts.append(text)
-        else:
-            self._tell("content_block_delta", index=position, delta=self._blocks[position].delta(text))
+            self._parts.setdefault(position, []).append(text)
+            return
+        kind = self._blocks[position]["type"]
+        grown = {"type": f"{kind}_delta", kind: text}
+        delta = {"type": "input_json_delta", "partial_json": text} if kind == "tool_use" else grown
+        self._tell("content_block_delta", index=position, delta=delta)
 
     def _close(self) -> None:
         if self._open is None:
             return
-        if self._blocks[self._open].kind == "thinking":
+        if self._blocks[self._open]["type"] == "thinking":
             delta = {"type": "signature_delta", "signature": self._carried.sealed()}
             self._tell("content_block_delta", index=self._open, delta=delta)
         self._tell("content_block_stop", index=self._open)
@@ -296,8 +270,7 @@ class MessageRenderer(EventRenderer):
     def _reason(self) -> str:
         if self._is_refused:
             return "refusal"
-        has_calls = any(block.call is not None for block in self._blocks)
-        return "tool_use" if has_calls and self._stop in (None, "end_turn") else self._stop or "end_turn"
+        return "tool_use" if self._calls and self._stop in (None, "end_turn") else self._stop or "end_turn"
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
