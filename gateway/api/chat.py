@@ -292,10 +292,6 @@ class EventRenderer(Renderer):
     def _take(self, payload: bytes) -> None:
         raise NotImplementedError
 
-    def _tell(self, event: str, **fields: Any) -> None:
-        if self._is_stream:
-            self._events.append(event_of(event, {"type": event, **fields}))
-
     def _taken(self) -> bytes:
         events, self._events = self._events, []
         return b"".join(events)

@@ -15,33 +15,24 @@ import msgspec
 from cache import Entry, ExactCache
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.api.chat import AnswerEndpoint, CompletionRenderer, Renderer
-from gateway.api.endpoint import Call, ObjectEndpoint, limit_of, listed, one_of
+from gateway.api.endpoint import Call, ObjectEndpoint, listed
 from gateway.api.memory import Memory
-from gateway.api.stored_responses import MetadataRequest
+from gateway.api.stored_responses import MetadataRequest, no_item, page_asked, page_of
 from gateway.journey.storing import chunks_of
 from gateway.journey.turn import Turn
 from gateway.pipeline import Pipeline
-from gateway.wire.errors import BadRequest, NotFound, shown
+from gateway.wire.errors import NotFound, shown
 from gateway.wire.fold import fold
 from gateway.wire.requests import convert
 from gateway.wire.types import Chunk
 
 _ID = re.compile(r"chatcmpl-[0-9a-f]{32}")
 _FILTER = re.compile(r"metadata\[(.{1,64})\]")
-_LISTED, _LISTED_MAX = 20, 100
 _READ_AT_ONCE = 100
 # what a stored completion repeats of its request
-_REPEATED = (
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "tools",
-    "tool_choice",
-    "response_format",
-    "service_tier",
-)
+_REPEATED = """
+    temperature top_p presence_penalty frequency_penalty seed tools tool_choice response_format service_tier
+"""
 
 
 class StoringChat(AnswerEndpoint):
@@ -62,7 +53,7 @@ class StoringChat(AnswerEndpoint):
         return turn, renderer
 
     async def _put(self, call: Call, body: Mapping[str, Any], whole: bytes) -> None:
-        completion = {name: body.get(name) for name in _REPEATED} | msgspec.json.decode(whole)
+        completion = {name: body.get(name) for name in _REPEATED.split()} | msgspec.json.decode(whole)
         metadata = body.get("metadata")
         completion |= {
             "request_id": call.arrival.request_id,
@@ -146,19 +137,14 @@ class StoredChats(ObjectEndpoint):
                 return {"id": id, "object": "chat.completion.deleted", "deleted": True}
             case _, "":
                 return msgspec.Raw(row.body)
-        after, limit, is_ascending = _page(call.query)
         messages = [_message(id, number, one) for number, one in enumerate(msgspec.json.decode(row.input))]
-        ordered = messages if is_ascending else messages[::-1]
-        start = next((place for place, message in enumerate(ordered, 1) if message["id"] == after), None)
-        if after and start is None:
-            raise _no_such(after)
-        return listed(ordered[start or 0 :], limit)
+        return page_of(messages, *page_asked(call.query, "asc"))
 
     async def _list(self, call: Call) -> dict[str, Any]:
         """The completions of the team, of the model and with the metadata that the query names."""
-        after, limit, is_ascending = _page(call.query)
+        after, limit, is_ascending = page_asked(call.query, "asc")
         if after and not _ID.fullmatch(after):
-            raise _no_such(after)
+            raise no_item(after)
         wanted = {match[1]: value for name, value in call.query.items() if (match := _FILTER.fullmatch(name))}
         model, chosen = call.query.get("model", ""), list[dict[str, Any]]()
         while len(chosen) <= limit:
@@ -185,13 +171,3 @@ def _message(id: str, number: int, message: dict[str, Any]) -> dict[str, Any]:
         "content": None if parts else content,
         "content_parts": parts,
     }
-
-
-def _page(query: Mapping[str, str]) -> tuple[str, int, bool]:
-    """The id before the page of `query`, the page's size, and whether the oldest come first."""
-    is_ascending = one_of(query, "order", ("asc", "desc")) != "desc"
-    return query.get("after", ""), limit_of(query, _LISTED, _LISTED_MAX), is_ascending
-
-
-def _no_such(id: str) -> BadRequest:
-    return BadRequest(f"There is no `{shown(id)}` in this list", param="after", code="invalid_value")

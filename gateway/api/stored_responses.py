@@ -53,12 +53,7 @@ class StoredResponses(ObjectEndpoint):
                 return msgspec.Raw((await self._memory.find(team, id)).body)
             case _:  # its input's items
                 items = msgspec.json.decode((await self._memory.find(team, id)).input)
-                after, limit, is_ascending = _page(call.query)
-                ordered = items if is_ascending else items[::-1]
-                start = next((place for place, item in enumerate(ordered, 1) if item["id"] == after), None)
-                if after and start is None:
-                    raise _no_item(after)
-                return listed(ordered[start or 0 :], limit)
+                return page_of(items, *page_asked(call.query))
 
     async def _follow(self, call: Call) -> None:
         """Send the events of a background response that follow the event `starting_after`."""
@@ -127,12 +122,12 @@ class ConversationsEndpoint(ObjectEndpoint):
                 items = checked_items((await self._read(call, ItemsRequest)).items)
                 return listed(await self._memory.add(team, id, items), _LISTED_MAX)
             case "GET", "items":
-                after, limit, is_ascending = _page(call.query)
+                after, limit, is_ascending = page_asked(call.query)
                 page = None
                 if not after or ITEM_ID.fullmatch(after):
                     page = await conversations.page(id, after, limit + 1, is_ascending=is_ascending)
                 if page is None:
-                    raise _no_item(after)
+                    raise no_item(after)
                 return listed([msgspec.json.decode(item) for item in page], limit)
             case _, _, item_id:
                 item = await conversations.item(id, item_id) if ITEM_ID.fullmatch(item_id) else None
@@ -153,13 +148,22 @@ def _shown(conversation: Conversation) -> dict[str, Any]:
     return {"id": id, "object": "conversation", "created_at": int(at_s), "metadata": conversation.metadata}
 
 
-def _page(query: Mapping[str, str]) -> tuple[str, int, bool]:
+def page_of(items: list[dict[str, Any]], after: str, limit: int, is_ascending: bool) -> dict[str, Any]:
+    """The page of `items`, which are in their order, that follows the item `after`. Raises BadRequest."""
+    ordered = items if is_ascending else items[::-1]
+    start = next((place for place, item in enumerate(ordered, 1) if item["id"] == after), None)
+    if after and start is None:
+        raise no_item(after)
+    return listed(ordered[start or 0 :], limit)
+
+
+def page_asked(query: Mapping[str, str], usual_order: str = "desc") -> tuple[str, int, bool]:
     """The item before the page of `query`, the page's size, and whether the oldest come first.
     Raises BadRequest.
     """
-    is_ascending = one_of(query, "order", ("asc", "desc")) == "asc"
+    is_ascending = (one_of(query, "order", ("asc", "desc")) or usual_order) == "asc"
     return query.get("after", ""), limit_of(query, _LISTED, _LISTED_MAX), is_ascending
 
 
-def _no_item(id: str) -> BadRequest:
-    return BadRequest(f"There is no item `{shown(id)}` here", param="after", code="invalid_value")
+def no_item(id: str) -> BadRequest:
+    return BadRequest(f"There is no item `{shown(id)}` in this list", param="after", code="invalid_value")
