@@ -153,10 +153,8 @@ class AnswerEndpoint:
             else:
                 await self._whole(renderer, reply, send)
         except (Exception, asyncio.CancelledError) as error:
-            is_begun = early is not None and early.is_begun
-            respond = (
-                early.fail if early is not None and is_begun else partial(self.send_error, send, arrival.request_id)
-            )
+            begun = early if early is not None and early.is_begun else None
+            respond = begun.fail if begun is not None else partial(self.send_error, send, arrival.request_id)
             ended = await asgi.fail(error, arrival.request_id, respond, watcher.note)
         finally:
             watcher.stop()

@@ -238,9 +238,7 @@ class BackendDenied(BackendError):
     `mark` is None if the refusal concerns this request alone.
     """
 
-    def __init__(self, message: str, *, detail: str, status: int, mark: Mark | None = None) -> None:
-        super().__init__(message, detail=detail, status=status)
-        self.mark = mark
+    mark: Mark | None = None
 
 
 class BackendBroken(BackendError):

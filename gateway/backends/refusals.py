@@ -124,7 +124,9 @@ def refusal(refused: UpstreamRefusal) -> base.BackendError:
         mark = known or _mark(status, error)
         marked = f" ({mark})" if mark is not None else ""
         message = f"The deployment refused the request {how}{marked}{provider_words}"
-        return base.BackendDenied(message, detail=detail, status=status, mark=mark)
+        denied = base.BackendDenied(message, detail=detail, status=status)
+        denied.mark = mark
+        return denied
     if status == 429 or (status in (503, 529) and (refused.retry_after_s is not None or status == 529)):
         message = f"The deployment is overloaded{provider_words if status == 429 else ''}"
         overloaded = base.BackendOverloaded(message, detail=detail, status=status, retry_after_s=refused.retry_after_s)
@@ -297,9 +299,7 @@ def from_backend(error: base.BackendError) -> ApiError:
         is_long = isinstance(error, base.BackendTooLong)
         rejected = Upstream(error.message, code="context_length_exceeded" if is_long else "upstream_rejected")
         rejected.http_status = error.status or 400
-        rejected.raw_body = error.body or msgspec.json.encode(
-            error_object(error.message, "invalid_request_error", None, None)
-        )
+        rejected.raw_body = error.body or error_body(error.message, None, None, None)
         return rejected
     translated = Upstream(error.message, code=_UPSTREAM_CODES.get(type(error), "upstream_unavailable"))
     translated.http_status = _UPSTREAM_STATUS.get(type(error), 503)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.backends.base import BackendRejected, BackendRequest, BackendUnfit
+from gateway.backends.base import BackendRejected, BackendRequest
 from gateway.backends.fitting import check
 from gateway.backends.refusals import error_body, unfit
 from gateway.wire.requests import in_json_words
@@ -178,8 +178,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
         message = "This model calls tools of the type `function`"
-        body = error_body(message, None, f"{where}.type", "unsupported_parameter")
-        raise BackendUnfit(message, status=400, body=body)
+        raise unfit(message, f"{where}.type")
     if not isinstance(function.get("parameters"), dict | None):
         param = f"{where}.function.parameters"
         raise rejected(f"`{param}` must be a JSON schema", param, "invalid_type")
