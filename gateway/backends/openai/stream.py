@@ -241,7 +241,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
                 self._at_end()
             return
         if (failure := self._failure(body, answer)) is not None:
-            raise failure
+            raise fresh(failure)  # a frame that held its own error would not be freed
         if is_plain:
             self._ready.append(plain.chunk_of(body))
             self._finish()
