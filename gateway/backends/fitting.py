@@ -107,12 +107,12 @@ def _by_tool(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def restored(chunk: Chunk, names: Mapping[str, str]) -> Chunk:
-    """A chunk of the answer, with the client's names of its tools, or a JSON tool's call as a text."""
+    """A chunk of the answer, with the client's names of its tools, or a JSON tool's call as a text; not as it came."""
     datas = [_restored(data, names) for data in chunk.each()]
     reasons = chunk.finish_reasons
     if _JSON_TOOL in names:
         reasons = tuple("stop" if reason == "tool_calls" else reason for reason in reasons)
-    return msgspec.structs.replace(chunk, data=b"\n".join(datas), finish_reasons=reasons)
+    return msgspec.structs.replace(chunk, data=b"\n".join(datas), finish_reasons=reasons, native=b"")
 
 
 def _restored(data: bytes, names: Mapping[str, str]) -> bytes:

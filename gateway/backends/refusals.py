@@ -52,14 +52,17 @@ _TOO_LONG_WORDS = re.compile(
             rf"{_SIZE} (?:is |was |has been )?(?:exceed|overflow|of only)|configured context size",
             r"max(?:imum)? (?:context|prompt|input|sequence) length",
             r"(?:prompt|inputs?|messages|request) (?:\([^)]*\) )?(?:is |are )?too (?:long|large)|too many (?:input )?tokens",
-            r"(?:token count|number of tokens)\b.{0,60} (?:exceeds|supports up to)|inputs`? .{0,40}must (?:be <|have less)",
+            r"(?:prompt|inputs?|sequence) (?:tokens? )?length .{0,40}?(?:exceeds|greater than|longer than|too long)",
+            r"(?:token count|number of (?:input )?tokens)\b.{0,60} (?:exceeds?|supports up to)|inputs`? .{0,40}must (?:be <|have less)",
             r"body too large .{0,80}tokens|exceeds max length|range of input length|reduce the length of|超长",
         )
     ),
     re.I,
 )
 # a quota of tokens by time is no context: another deployment, or this one later, has room
-_QUOTA_WORDS = re.compile(r"(?:per|a|each) (?:minute|min|day|hour|second)\b|\(?[TR]P[MDH]\b|rate.?limit|quota", re.I)
+_QUOTA_WORDS = re.compile(
+    r"(?:per|a|each) (?:minute|min|day|hour|second)\b|\(?[TR]P[MDH]\b|rate.?limit|quota|please wait", re.I
+)
 # the beginnings of servers' messages with a size, where no client's word can be: OpenAI and vLLM,
 # Anthropic, Gemini, SGLang
 _CONTEXT = re.compile(
@@ -83,16 +86,16 @@ _STATUS_BY_WORD = {
     **dict.fromkeys(("serviceunavailable", "unavailable"), 503),
     **dict.fromkeys(("timeout", "deadlineexceeded"), 504),
 }
+_MARKS_OF_NAMES = re.compile(r"[^a-z]")
 _MARKS_OF_WORDS = re.compile(r"[^a-z]|(?:error|exception)$")
-# of an error object: OpenAI's fields, and by which other names servers have them
-_FIELDS = {"type": "type", "param": "param", "code": "code", "status": "status", "n_ctx": "n_ctx"}
-_FIELDS |= {"error_type": "type", "error_code": "code", "status_code": "code", "errorCode": "code"}
-_INNER = ("error", "errors", "base_resp", "message", "detail", "fault")  # where an error is inside another
+# of an error object, by names without marks: OpenAI's fields, and by which other names servers have them
+_FIELDS = {"type": "type", "param": "param", "code": "code", "status": "status", "nctx": "n_ctx"}
+_FIELDS |= {"errortype": "type", "errorcode": "code", "statuscode": "code"}
 _WORDS = (
-    *("message", "msg", "error", "errors", "error_message", "errorMessage", "detail", "details", "description"),
-    *("status_msg", "base_resp", "fault", "faultstring", "title"),
+    *("message", "msg", "error", "errors", "errormessage", "errormsg", "detail", "details", "description", "reason"),
+    *("cause", "statusmsg", "baseresp", "fault", "faultstring", "title"),
 )
-_TITLE = re.compile(r"<title[^>]*>([^<]*)</title", re.I)
+_TITLE = re.compile(r"<(?:title|message)\b[^>]*>([^<]*)</", re.I)
 
 
 class UpstreamRefusal(msgspec.Struct, frozen=True):
@@ -248,6 +251,19 @@ def error_fields(body: bytes) -> dict[str, Any]:
     return fields | ({"message": message} if message.strip() else {})
 
 
+def _inner(value: dict[str, Any]) -> list[Any]:
+    """Where an object may tell of an error: first under the usual names, then in what else it holds."""
+    named = {_plain(name): inner for name, inner in value.items()}
+    held = [
+        inner for inner in value.values() if isinstance(inner[0] if isinstance(inner, list) and inner else inner, dict)
+    ]
+    return [*(named[name] for name in _WORDS if name in named), *held]
+
+
+def _plain(name: str) -> str:
+    return _MARKS_OF_NAMES.sub("", name.lower())
+
+
 def _typed(value: Any) -> dict[str, Any]:
     """The fields of an error beside its words; the outer ones come first."""
     fields: dict[str, Any] = {}
@@ -256,9 +272,10 @@ def _typed(value: Any) -> dict[str, Any]:
             value = value[0]
             continue
         if "loc" not in value:  # FastAPI's: its type is no error's
-            inner = {ours: value[name] for name, ours in _FIELDS.items() if value.get(name) not in (None, "", "error")}
-            fields = inner | fields
-        value = next((value[name] for name in _INNER if isinstance(value.get(name), dict | list) and value[name]), None)
+            given = {_FIELDS.get(_plain(name)): held for name, held in value.items() if held not in (None, "", "error")}
+            fields = {ours: held for ours, held in given.items() if ours} | fields
+        inner = (value.get("error"), *_inner(value))
+        value = next((one for one in inner if isinstance(one, dict | list) and one), None)
     return fields
 
 
@@ -268,7 +285,11 @@ def _words(value: Any) -> str:
         return "; ".join(filter(None, map(_words, value)))
     if not isinstance(value, dict):
         return value if isinstance(value, str) else ""
-    message = next((said for name in _WORDS if (said := _words(value.get(name))).strip()), "")
+    message = next((said for one in _inner(value) if (said := _words(one)).strip()), "")
+    relayed = value.get("metadata")  # OpenRouter's: its provider's own error, "Errors", `ProviderErrorMetadata`
+    if message and isinstance(relayed, dict) and isinstance(raw := relayed.get("raw"), str):
+        cause = str(error_fields(raw.encode()).get("message", ""))
+        message = f"{message}: {cause}" if cause and cause not in message else message
     location = value.get("loc")
     return f"{'.'.join(map(str, location))}: {message}" if message and isinstance(location, list) else message
 

@@ -110,7 +110,8 @@ def _request_to(
         body, prefix = rest_of(body, said), prefix + said.text
     dialect = deployment.spoken() if dialect is None else dialect
     body = with_length(body, dialect, turn.kind, tokens)
-    body, names = fitted(body, dialect) if turn.kind is CHAT else (body, {})
+    is_translated = _is_translated(deployment, turn)
+    body, names = fitted(body, dialect) if turn.kind is CHAT and (native is None or is_translated) else (body, {})
     return BackendRequest(
         body=body,
         is_stream=is_stream,
@@ -128,7 +129,7 @@ def _request_to(
         prefix=prefix,
         dialect=dialect,
         names=names,
-        is_translated=bool(names) or _is_translated(deployment, turn),
+        is_translated=bool(names) or is_translated,
         trace=turn.trace if deployment.settings.is_traced else (),
     )
 
@@ -190,7 +191,7 @@ class UpstreamCall(msgspec.Struct, frozen=True, eq=False):
         try:
             async for read in answer:
                 names = self.request.names
-                chunks = [restored(chunk, names) for chunk in read] if names else read
+                chunks = [restored(chunk, names) for chunk in read if chunk.data] if names else read
                 progress.add(chunks)
                 if progress.size_bytes > _ANSWER_BYTES_MAX:
                     raise BackendBroken("The deployment's answer is too long", detail=f"over {_ANSWER_BYTES_MAX} bytes")

@@ -18,6 +18,8 @@ OWN_STOPS = frozenset({"pause_turn", "model_context_window_exceeded"})
 _AT_END = ("stop_reason", "stop_sequence", "stop_details", "container")  # fields of the last event's delta
 # of a block by its type: the texts that grow, each in a delta of its own
 _GROWN = {"text": ("text",), "thinking": ("thinking", "signature")}
+# the field of a known delta that is its block's: the API refuses others, such as a stream's progress, in a history
+_OF_BLOCKS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}
 
 
 class MessageFold:
@@ -52,6 +54,8 @@ class MessageFold:
         if block is None:
             return
         for name, value in _known(delta).items():
+            if name != _OF_BLOCKS.get(delta["type"], name):
+                continue
             if name == "citation":
                 name, value = "citations", [value]
             if name == "partial_json":

@@ -29,7 +29,7 @@ from gateway.wire.types import (
     Chunk,
     Kind,
 )
-from gateway.wire.usage import count_of, from_anthropic, usage_of
+from gateway.wire.usage import count_of, renamed, usage_of
 from policies import Demand, Usage
 
 INPUTS_MAX = 2048
@@ -309,14 +309,6 @@ class _PlainAnswer(_Inner):
 
 
 _IMAGE = re.compile(rb'"(?:b64_json|url)"')
-_ANTHROPICS = frozenset({"cache_read_input_tokens", "cache_creation_input_tokens", "iterations", "server_tool_use"})
-_NAMES = {  # OpenAI's newer names, and Anthropic's, to those that `usage_of` reads
-    "input_tokens": "prompt_tokens",
-    "output_tokens": "completion_tokens",
-    "input_tokens_details": "prompt_tokens_details",
-    "input_token_details": "prompt_tokens_details",
-    "output_tokens_details": "completion_tokens_details",
-}
 
 
 def _type_of(item: Any) -> Any:
@@ -371,9 +363,7 @@ class Counted:
     @property
     def usage(self) -> Usage | None:
         """The counted usage; None if no part reported usage."""
-        counts = {_NAMES.get(name, name): value for name, value in self._usage.items()}
-        if "input_tokens" in self._usage and not _ANTHROPICS.isdisjoint(self._usage):
-            counts = from_anthropic(self._usage)
+        counts = renamed(self._usage)
         counts.setdefault("prompt_tokens", counts.get("total_tokens"))
         counts["rounds"] = self._rounds or counts.get("rounds")
         if self._searches:

@@ -175,6 +175,7 @@ class PieceReader:
         self._calls: dict[int, list[_OpenCall]] = {}  # by choice
         self._held: list[_Piece] = []
         self._heads: list[_OpenCall] = []  # those whose beginnings are held
+        self._has_deltas = False
 
     def read(self, payload: bytes) -> list[Read]:
         """The pieces that `payload` completes. Raises msgspec.DecodeError unless it is an answer's JSON.
@@ -182,10 +183,17 @@ class PieceReader:
         A call's beginning waits for its name, and for the next piece, which may have more of the name.
         """
         payload, answer = self._readable(payload)
-        if not self._held and self._is_usual(answer):
+        has_messages = False
+        for read in answer.choices or ():
+            self._has_deltas = self._has_deltas or read.delta is not None
+            has_messages = has_messages or read.message is not None
+        if not (self._held or has_messages) and self._is_usual(answer):
             return [(payload, answer)]
         piece, begun = _Piece(payload, answer), list[_OpenCall]()
         for choice in piece.choices:
+            if message := choice.pop("message", None):  # all of it at the end, or the pieces of another spelling
+                untold = {} if self._calls.get(choice.get("index") or 0) else {"tool_calls": message.get("tool_calls")}
+                choice["delta"] = (choice.get("delta") or untold) if self._has_deltas else message
             delta = choice.get("delta") or {}
             if entries := delta.get("tool_calls"):
                 calls = self._calls.setdefault(choice.get("index") or 0, [])
@@ -222,12 +230,15 @@ class PieceReader:
         """A whole answer. Raises msgspec.DecodeError unless it is the JSON of one."""
         body, answer = self._readable(body)
         calls = [call for one in answer.choices or () if one.message for call in one.message.tool_calls or ()]
-        if self._is_usual(answer) and all(call.id for call in calls):
+        ids = {call.id for call in calls}
+        if self._is_usual(answer) and all(ids) and (len(ids) == len(calls) or len(answer.choices or ()) > 1):
             return body, answer
         piece = _Piece(body, answer)
         for choice in piece.choices:
+            known = {""}
             for entry in (choice.get("message") or {}).get("tool_calls") or ():
-                entry["id"] = entry.get("id") or self._new_id()
+                entry["id"] = self._new_id() if (entry.get("id") or "") in known else entry["id"]
+                known.add(entry["id"])
         return piece.read()
 
     def _readable(self, payload: bytes) -> Read:
@@ -283,7 +294,8 @@ class PieceReader:
         if call is None:
             used = {one.index for one in calls}
             ours = max(used, default=-1) + 1 if index is None or index in used else index
-            call = _OpenCall(ours, index, id or self._new_id(), name, is_made=not id)
+            is_made = not id or any(one.id == id for one in calls)  # some servers take a tool's name for an id
+            call = _OpenCall(ours, index, self._new_id() if is_made else id, name, is_made)
             call.is_echo = bool(calls) and not (id or text) and calls[-1].name == name
             calls.append(call)
             entry["id"] = call.id
@@ -333,7 +345,8 @@ def _continued(calls: list[_OpenCall], index: int | None, id: str, name: str, te
             return known
         call = last
     else:
-        same = next((call for call in reversed(calls) if call.sent == index), None)
+        at_index = [call for call in reversed(calls) if call.sent == index]
+        same = next((call for call in at_index if id and call.id == id), at_index[0] if at_index else None)
         if same is None:
             is_rest = not (id or name) and (not text or (bool(last.parts) and not last.is_whole))
             return last if is_rest else None

@@ -87,6 +87,14 @@ class _Tiered(_Tier, frozen=True):
 _decode = msgspec.json.Decoder(_Reported).decode
 _NO_INPUTS, _NO_OUTPUTS, _NO_LIVES, _NO_TOOLS, _NO_CACHED = _Inputs(), _Outputs(), _Lives(), _Tools(), _Cached()
 _NO_PARTS = msgspec.structs.astuple(_Reported())[3:]
+_ANTHROPICS = frozenset({"cache_read_input_tokens", "cache_creation_input_tokens", "iterations", "server_tool_use"})
+_NAMES = {
+    "input_tokens": "prompt_tokens",
+    "output_tokens": "completion_tokens",
+    "input_tokens_details": "prompt_tokens_details",
+    "input_token_details": "prompt_tokens_details",
+    "output_tokens_details": "completion_tokens_details",
+}
 _PARTS = frozenset({"cache_creation", "cached_tokens_details", "server_tool_use"})
 _PARTS |= {"prompt_tokens_details", "completion_tokens_details", "cache_creation_token_details"}
 
@@ -98,6 +106,9 @@ def usage_of(raw: bytes) -> Usage | None:
             reported = _decode(raw)
         except msgspec.ValidationError:
             reported = msgspec.convert(_cleaned(msgspec.json.decode(raw)), _Reported)
+        if not reported.prompt_tokens and not reported.completion_tokens:
+            counts = renamed(msgspec.json.decode(raw, type=dict[str, Any]))
+            reported = msgspec.convert(_cleaned(counts), _Reported)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     prompt, completion, total = reported.prompt_tokens or 0, reported.completion_tokens or 0, reported.total_tokens or 0
@@ -165,6 +176,13 @@ def from_anthropic(given: Mapping[str, Any], rounds: int = 0) -> dict[str, Any]:
     usage |= {name: given[name] for name in ("server_tool_use", "service_tier") if given.get(name)}
     rounds += len(iterations)
     return usage | ({"rounds": rounds} if rounds else {})
+
+
+def renamed(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """A usage with OpenAI's newer names, or Anthropic's, in those of a chat completion's."""
+    if "input_tokens" in usage and not _ANTHROPICS.isdisjoint(usage):
+        return from_anthropic(usage)
+    return {_NAMES.get(name, name): value for name, value in usage.items() if value}
 
 
 def tier_of(chunks: Sequence[Chunk]) -> str:

@@ -298,6 +298,10 @@ LATER: list[dict[str, Any]] = [
     _start(3, type="tool_use", id="toolu_1", name="look", caller={"type": "direct"}, input={}),
     _delta(3, "input_json_delta", partial_json='{"n": 1.50}'),
     _stop(3),
+    _start(4, type="thinking", thinking="", signature=""),
+    _delta(4, "thinking_delta", thinking="Hm.", estimated_tokens=32),  # a stream's alone: a block has no such field
+    _delta(4, "signature_delta", signature="c2ln"),
+    _stop(4),
     {
         "type": "message_delta",
         "delta": {
@@ -345,6 +349,7 @@ def test_a_stream_of_its_api_is_kept_and_repeated_as_it_came(behind: Gateway, se
             {"type": "text", "text": "Hello there", "citations": None},
             {"type": "later_block", "steps": [1], "note": "ab"},
             {"type": "tool_use", "id": "toolu_1", "name": "look", "caller": {"type": "direct"}, "input": {"n": 1.5}},
+            {"type": "thinking", "thinking": "Hm.", "signature": "c2ln"},
         ],
     }
     chat = _post(behind, "/chat/completions", {**asked, "max_tokens": None, "max_completion_tokens": 50})

@@ -206,6 +206,33 @@ def test_any_json_comes_by_a_tool(gateway: Gateway, claude: Server, is_stream: b
     assert '"finish_reason":"stop"' in answer.text
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("name", ["weather.get", "json_answer"])
+def test_a_hit_says_what_was_answered(gateway: Gateway, claude: Server, name: str, is_stream: bool) -> None:
+    """A stored answer has the client's names of tools, or JSON as its text, whole and streamed."""
+    more = {"tools": [_tool(name)]} if "." in name else CHATS["any JSON"]
+    chat = {**more, "model": "sonnet", "messages": [_user(f"Weather? {name} {is_stream}")]}
+    headers = {"authorization": f"Bearer {API_KEY}"}
+    claude.answer = message([{"type": "text", "text": "Hello."}], "end_turn")
+    _ask(gateway, "", {**chat, "messages": [_user("Which tools are there?")]})
+    (tool,) = json.loads(claude.seen[-1][2])["tools"]
+    claude.answer = message([{"type": "tool_use", "id": "toolu_1", "name": tool["name"], "input": {"n": 1}}])
+    asked, said = len(claude.seen), []
+    for streams in (is_stream, not is_stream):
+        body = {**chat, "stream": streams}
+        answer = httpx.post(f"{gateway.base_url}/chat/completions", json=body, headers=headers, timeout=30)
+        parts = _parts(answer)
+        functions = [call["function"] for part in parts for call in part.get("tool_calls") or ()]
+        texts = [
+            "".join(one.get("arguments") or "" for one in functions),
+            "".join(p.get("content") or "" for p in parts),
+        ]
+        said.append([{one["name"] for one in functions if one.get("name")}, *map(str.split, texts)])
+    assert len(claude.seen) == asked + 1
+    assert said[0] == said[1]
+    assert said[0][0] == ({name} if "." in name else set())
+
+
 def _parts(answer: httpx.Response) -> list[dict[str, Any]]:
     """The message of a whole answer, or the deltas of a stream."""
     lines = [

@@ -387,6 +387,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
                 self._unanswering = payload
             self._finishes.add(answer)
             if self._finishes.failed_reason is not None:
+                self._unanswering = payload
                 self._fail(self._unfinished())
                 return False
             self._ready.append(to_chunk(payload, answer))
@@ -394,11 +395,11 @@ class OpenAIStream(msgspec.Struct, eq=False):
 
     def _unfinished(self) -> BackendError:
         """The error of an answer that ended before its finish: what the server said of it, if it did."""
-        if self._finishes.failed_reason:
-            detail = f"finish_reason {self._finishes.failed_reason!r}"
-            return BackendBroken("The deployment gave its answer up", detail=detail)
         causes = (self.translate.in_band(data) for data in (self._unanswering, self._splitter.stray) if data)
         cut = BackendBroken("The deployment's answer ended before its finish")
+        if self._finishes.failed_reason:
+            detail = f"finish_reason {self._finishes.failed_reason!r}"
+            cut = BackendBroken("The deployment gave its answer up", detail=detail)
         return next(filter(None, causes), cut)
 
     def _at_end(self) -> None:
