@@ -67,6 +67,7 @@ def gateway(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory
             "cut-three": {"deployments": [at("cutter-three", "mock?cut=middle")]},
             "busy": {"deployments": [at("busy", "mock?status=429;retry_after=7")]},
             "busy-too": {"deployments": [at("busy-too", "mock?status=429;retry_after=7")]},
+            "throttled": {"deployments": [at("throttled", "mock?status=429;retry_after=7")]},  # of one test
             "no-text": {"deployments": [at("no-text", "mock?note=bytes")]},
             "out-of-range": {"deployments": [at("out-of-range", "mock?note=range;is_stream=1")]},
             "rejecting": {"deployments": [at("rejecting", "mock?status=400")]},

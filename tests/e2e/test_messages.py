@@ -211,7 +211,7 @@ def test_every_refusal_of_its_routes_has_anthropics_shape(gateway: Gateway) -> N
     assert httpx.get(f"{gateway.root}/v1/completions").json()["error"]["code"] == "method_not_allowed"
     with Anthropic(base_url=gateway.root, api_key=API_KEY, max_retries=0) as claude:
         with pytest.raises(anthropic.APIStatusError) as busy:
-            claude.messages.create(model="busy", max_tokens=5, messages=said(question()))
+            claude.messages.create(model="throttled", max_tokens=5, messages=said(question()))
         assert (busy.value.status_code, busy.value.response.headers["retry-after"]) == (429, "7")
 
 
