@@ -124,8 +124,8 @@ def apart_from_cache(turn: Turn, fields: Mapping[str, Any]) -> Turn:
     """`turn`, which neither reads nor fills the cache if one of `fields` that is no known field of a
     chat names what a provider keeps: the answer depends on that.
     """
-    unknown = {name: given for name, given in fields.items() if name not in FIELDS}
-    if next(ids_in(unknown), None) is None:
+    unknown = fields.keys() - FIELDS
+    if not unknown or next(ids_in({name: fields[name] for name in unknown}), None) is None:
         return turn
     return replace(turn, controls=replace(turn.controls, no_cache=True, no_store=True))
 

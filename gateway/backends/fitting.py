@@ -47,7 +47,7 @@ def with_length(body: dict[str, Any], dialect: Dialect, kind: Kind, tokens: int 
     if tokens is None:
         return body
     name = dialect.length if kind is CHAT else "max_output_tokens" if kind is RESPONSE else MAX_TOKENS
-    if name in body and body[name] == tokens and sum(one in body for one in LENGTHS) <= 1:
+    if body.get(name) == tokens and (kind is RESPONSE or (MAX_TOKENS in body) is not (MAX_COMPLETION_TOKENS in body)):
         return body
     return {one: value for one, value in body.items() if one not in LENGTHS} | {name: tokens}
 
@@ -64,10 +64,11 @@ def said(body: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
 
     Raises BackendUnfit with a field that changes the answer.
     """
-    check(body, dialect.unknown - DELIVERY)
-    body = {name: value for name, value in body.items() if name not in dialect.unknown}
+    if dialect.unknown:
+        check(body, dialect.unknown - DELIVERY)
+        body = {name: value for name, value in body.items() if name not in dialect.unknown}
     if dialect.unknown_in_messages or not dialect.has_developer_role:
-        body["messages"] = [_message(message, dialect) for message in body["messages"]]
+        body = body | {"messages": [_message(message, dialect) for message in body["messages"]]}
     return body
 
 
@@ -85,8 +86,10 @@ def fitted(body: dict[str, Any], dialect: Dialect) -> tuple[dict[str, Any], dict
     is_json = body.get("response_format") == {"type": "json_object"} and not body.get("tools")
     if is_json and not dialect.has_json_mode and dialect.can_force_tools:
         return _by_tool(fitted(body | {"response_format": None}, dialect)[0]), {_JSON_TOOL: ""}
+    if not (body.get("tools") or any("tool_calls" in message for message in body["messages"])):
+        return body, _NO_NAMES
     names = {}
-    if dialect.tool_name and (body.get("tools") or any(message.get("tool_calls") for message in body["messages"])):
+    if dialect.tool_name:
         names = _short_names(_names(body), dialect.tool_name)
     changed = dict(body)
     if names:

@@ -47,7 +47,8 @@ def end_of(reason: str) -> str:
 
 def said(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The texts of a delta or message as they were written, each a "thought", a "text" or a "refusal"."""
-    if thought := next((text for name in _THOUGHTS if (text := _text_of(message.get(name)))), ""):
+    thoughts = (text for name in _THOUGHTS if (text := _text_of(message.get(name))))
+    if not message.keys().isdisjoint(_THOUGHTS) and (thought := next(thoughts, "")):
         yield "thought", thought
     content = message.get("content")
     for part in content if isinstance(content, list) else (content,):
@@ -77,6 +78,9 @@ def lack_of(chunks: Sequence[Chunk]) -> str:
     try:
         datas = (data for chunk in reversed(chunks) for data in reversed(chunk.each()))
         for message in chain.from_iterable(map(_messages, datas)):
+            content = message.get("content")
+            if isinstance(content, str) and content.strip():  # as nearly every answer
+                return ""
             texts = list(said(message))
             if any(map(message.get, _ACTS)) or any(text.strip() for kind, text in texts if kind != "thought"):
                 return ""
