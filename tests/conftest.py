@@ -53,8 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays, some 700,000 objects: no collection looks at them again."""
+    """What was imported stays, some 700,000 objects: no collection looks at them again, and few look at all."""
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
@@ -28,6 +31,14 @@ TEXTS = (
 def engine() -> Engine:
     """The default model in float32, to be compared."""
     return Engine(EngineConfig(dtype="float32", device="cpu", kv_size_mb=64))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _read_once() -> Iterator[None]:
+    """transformers reads the file's metadata, 49,152 tokens and as many merges, once more for each thing it makes of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        yield
 
 
 @pytest.fixture(scope="module")
