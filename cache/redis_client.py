@@ -36,7 +36,7 @@ Subscribe = Callable[[str], AbstractAsyncContextManager[Subscription]]
 
 
 def connect(url: str, timeout_s: float) -> Any:
-    """A client for `redis://`, `rediss://`, `unix://`, `redis+cluster://host:port` or
+    """A client for `redis://`, `rediss://`, `unix://`, `redis+cluster://host:port,host:port` or
     `redis+sentinel://host:port,host:port/service[/db]`.
 
     It does not retry; its callers decide about that. Replies are bytes. `timeout_s` is in seconds.
@@ -52,9 +52,11 @@ def connect(url: str, timeout_s: float) -> Any:
     }
     parts = urlsplit(url)
     if parts.scheme in ("redis+cluster", "rediss+cluster"):
-        from redis.asyncio.cluster import RedisCluster
+        from redis.asyncio.cluster import ClusterNode, RedisCluster
 
-        return RedisCluster.from_url(url.replace("+cluster", "", 1), **common_options)
+        urls = cluster_nodes(url)
+        known = [ClusterNode(one.hostname or "", one.port or 6_379) for one in map(urlsplit, urls)]
+        return RedisCluster.from_url(urls[0], startup_nodes=known, **common_options)
     if parts.scheme in ("redis+sentinel", "rediss+sentinel"):
         from redis.asyncio.sentinel import Sentinel
 
@@ -66,3 +68,12 @@ def connect(url: str, timeout_s: float) -> Any:
         sentinel: Any = Sentinel(nodes, sentinel_kwargs=common_options, **common_options, **auth)  # type: ignore[no-untyped-call]
         return sentinel.master_for(service, db=int(db or 0))
     return Redis.from_url(url, **common_options)
+
+
+def cluster_nodes(url: str) -> list[str]:
+    """The URL of each node that a cluster's URL names; those of any other URL are itself."""
+    parts = urlsplit(url.replace("+cluster", "", 1))
+    if parts.geturl() == url:
+        return [url]
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    return [parts._replace(netloc=f"{credentials}{at}{host}").geturl() for host in hosts.split(",")]

@@ -12,6 +12,7 @@ once. So an unreachable Redis costs a request milliseconds, not its deadline.
 import asyncio
 import contextlib
 import hashlib
+import random
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -22,7 +23,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from cache.redis_client import connect
+from cache.redis_client import cluster_nodes, connect
 from cache.redis_connection import Command, Pending, RedisWire, answer, fail, open_connection
 
 _PATIENCE_S = 0.002
@@ -31,6 +32,7 @@ _REPLICA_LEFT_EVERY_S = 1.0
 # of a command, a key, and a command inside a script, by Redis 6 and by later ones
 _DENIED = re.compile("no permissions|user executing the script", re.IGNORECASE)
 _DENIED_FOR_S = 60.0
+_LOST = (RedisConnectionError, RedisTimeoutError)
 # a script, not PING: `CLIENT PAUSE WRITE` answers PING and holds scripts back
 _PROBE: Command = ("EVAL", "return 1", 0)
 
@@ -52,6 +54,7 @@ class RedisLink:
         # decision: own-redis-connection
         # each reply comes when it is there, in the order of the commands; a cluster's nodes have no order
         self.is_direct = "+" not in url.partition("://")[0]
+        self._is_cluster = "+cluster" in url.partition("://")[0]
         # redis-py's conversions of replies, so that both ways give the same
         self._callbacks = self.client.response_callbacks if self.is_direct else {}
         self._wire: RedisWire | None = None
@@ -227,7 +230,14 @@ class RedisLink:
         pipeline = self.client.pipeline(transaction=False)
         for args in commands:
             pipeline.execute_command(*args)
-        replies: list[Any] = await pipeline.execute(raise_on_error=False)
+        replies: list[Any] = []
+        try:
+            replies = await pipeline.execute(raise_on_error=False)
+        finally:
+            if self._is_cluster and (not replies or any(isinstance(one, _LOST) for one in replies)):
+                await (
+                    self.client.aclose()
+                )  # another node may have the slots by now: it asks for them before its next use
         return replies
 
     def _failed(self, batch: list[Pending], error: RedisError) -> None:
@@ -270,7 +280,8 @@ class RedisLink:
 
         Its `listen()` and `get_message()` raise RedisError when disconnected.
         """
-        client = connect(self.url.replace("+cluster", "", 1), 5.0)
+        # any node of a cluster tells all messages; another one at the next try, as this one may be lost
+        client = connect(random.choice(cluster_nodes(self.url)), 5.0)
         pubsub = client.pubsub(ignore_subscribe_messages=True)
         try:
             await pubsub.subscribe(*channels)

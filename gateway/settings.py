@@ -557,8 +557,8 @@ class Settings(_Section):
     data_dir: Path = Path(".sameway")
     """where the embedded Redis, SQLite and first-start secrets live"""
     redis_url: str | None = None
-    """a Redis server, Sentinel (redis+sentinel://) or Cluster (redis+cluster://); default: a
-    private one"""
+    """a Redis server, or some nodes of a Sentinel (redis+sentinel://a,b/service) or of a Cluster
+    (redis+cluster://a,b); default: a private one"""
     database_url: str | None = None
     """postgresql://... or sqlite:///...; default: a SQLite file in data_dir"""
     admin_key: str | None = None
@@ -628,6 +628,8 @@ class Settings(_Section):
             )
         if url is not None and not _has_good_hosts(url):
             raise ValueError("found a host or port that can't be one, expected host:port, with a port from 1 to 65535")
+        if url is not None and url.startswith(("redis://", "rediss://")) and "," in url.rpartition("@")[2]:
+            raise ValueError("found several hosts, expected one, or redis+cluster:// or redis+sentinel:// before them")
         if url is not None and "+sentinel://" in url and not urlsplit(url).path.strip("/"):
             raise ValueError(
                 "found no service, expected its name at the end, as in redis+sentinel://host:26379/service"

@@ -20,8 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+from redis import Redis
 
 REDIS_VARIABLE = "SAMEWAY_TEST_REDIS_SERVER"
 """The environment variable with the path of the redis-server (or valkey-server) that tests start."""
@@ -31,6 +34,7 @@ POSTGRES_VARIABLE = "SAMEWAY_TEST_POSTGRES_BIN"
 
 _PR_SET_PDEATHSIG = 1
 _START_TIMEOUT_S = 20.0
+_MASTERS, _SLOTS = 3, 16_384  # of a Redis Cluster
 
 
 class ServiceUnavailable(RuntimeError):
@@ -144,6 +148,85 @@ def run_redis(*, is_durable: bool = False, extra: tuple[str, ...] = ()) -> Itera
             server.kill()
 
 
+class RedisCluster:
+    """A Redis Cluster of three masters, of which the first few have a replica each, on ports of 127.0.0.1."""
+
+    def __init__(self, nodes: dict[int, RedisServer]) -> None:
+        self._nodes = nodes
+        ports = list(nodes)
+        masters, replicas = ports[:_MASTERS], ports[_MASTERS:]
+        for port in ports[1:]:
+            self._ask(port, "CLUSTER MEET", "127.0.0.1", ports[0])
+        for number, port in enumerate(masters):
+            slots = range(_SLOTS)[number * _SLOTS // _MASTERS : (number + 1) * _SLOTS // _MASTERS]
+            self._ask(port, "CLUSTER ADDSLOTS", *slots)
+        _wait(lambda: all(self._knows_all(port) for port in ports))
+        for master, replica in zip(masters, replicas, strict=False):
+            self._ask(replica, "CLUSTER REPLICATE", self._ask(master, "CLUSTER MYID"))
+        _wait(lambda: all(self._ask(one, "INFO", "replication").get("master_link_status") == "up" for one in replicas))
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{port}" for port in self._nodes)
+
+    def fail_over(self, key: str) -> None:
+        """Kill the master of a key that has a replica; returns once this has its slots."""
+        alive = [port for port, node in self._nodes.items() if node.is_running]
+        slot = self._ask(alive[0], "CLUSTER KEYSLOT", key)
+        (lost,) = [port for port in alive if self._holds(alive[0], port, slot)]
+        self._nodes[lost].kill()
+        others = [port for port in alive if port != lost]
+        _wait(lambda: any(self._holds(others[0], port, slot) for port in others))
+
+    def _ask(self, port: int, *command: Any) -> Any:
+        with Redis(port=port, decode_responses=True, socket_timeout=5) as node:
+            return node.execute_command(*command)
+
+    def _knows_all(self, port: int) -> bool:
+        info = self._ask(port, "CLUSTER INFO")
+        return bool(info["cluster_state"] == "ok") and int(info["cluster_known_nodes"]) == len(self._nodes)
+
+    def _holds(self, asked: int, port: int, slot: int) -> bool:
+        for address, row in self._ask(asked, "CLUSTER NODES").items():
+            if address.startswith(f"127.0.0.1:{port}") and "fail" not in row["flags"].split(","):
+                return any(int(span[0]) <= slot <= int(span[-1]) for span in row["slots"])
+        return False
+
+
+def _wait(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise ServiceUnavailable("the Redis Cluster did not come to rest")
+        time.sleep(0.02)
+
+
+def free_cluster_port() -> int:
+    """One whose cluster bus (10,000 above) is a port as well."""
+    for port in range(21_000, 31_000):
+        with socket.socket() as probe, socket.socket() as bus:
+            try:
+                probe.bind(("127.0.0.1", port))
+                bus.bind(("127.0.0.1", port + 10_000))
+            except OSError:
+                continue
+            return port
+    raise ServiceUnavailable("no free port for a Redis Cluster")
+
+
+@contextlib.contextmanager
+def run_redis_cluster(replicas: int = 1, node_timeout_ms: int = 500) -> Iterator[RedisCluster]:
+    """A started cluster, gone afterwards. A master counts as lost after the time-out."""
+    with contextlib.ExitStack() as stack:
+        nodes: dict[int, RedisServer] = {}
+        for _ in range(_MASTERS + replicas):
+            port = free_cluster_port()
+            options = ("--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes")
+            timeout = ("--cluster-node-timeout", str(node_timeout_ms))
+            nodes[port] = stack.enter_context(run_redis(extra=(*options, *timeout)))
+        yield RedisCluster(nodes)
+
+
 @functools.cache
 def postgres_binaries() -> Path:
     """The folder that `POSTGRES_VARIABLE` names, else the `bin` of the newest Debian has, of PATH, or of the pgserver wheel."""
@@ -221,6 +304,21 @@ class PostgresServer:
         name = f"test_{self._databases}"
         subprocess.run(self._client("createdb", name), check=True, cwd=self.folder)
         return f"postgresql+asyncpg://postgres@/{name}?host={self.folder}"
+
+    def sql(self, *statements: str) -> None:
+        """Run these, each by itself. Raises CalledProcessError."""
+        commands = [part for statement in statements for part in ("-c", statement)]
+        subprocess.run(
+            self._client("psql", "-qo", os.devnull, "-v", "ON_ERROR_STOP=1", *commands), check=True, cwd=self.folder
+        )
+
+    def follow(self, primary: PostgresServer) -> None:
+        """Start as a standby of a server that runs, from a copy of it (PostgreSQL's documentation, "Hot Standby")."""
+        if os.geteuid() == 0:
+            self._step_down()
+        source = ("-h", str(primary.folder), "-U", "postgres", "-c", "fast")
+        self._run("pg_basebackup", *source, "-D", str(self.folder / "data"), "-R")
+        self.start()
 
     def stop(self) -> None:
         """SIGINT: PostgreSQL's fast shutdown."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,31 +13,18 @@ from redis.asyncio import Redis
 
 from cache import CacheLimits, ExactCache, Hit, Purge, fingerprint
 from cache.exact.store import EntryStore, Sketched
-from cache.redis_client import connect
+from cache.redis_client import REDIS_FAILURES, connect
 from cache.redis_link import RedisLink
 from cache.semantic.cache import SemanticCache
 from cache.semantic.follower import Follower
 from tests.cache.fakes import ACME, OTHER, FakeEmbedder, ask, entry_for, query
-from tests.services import run_redis
-
-
-def free_port() -> int:
-    """One whose cluster bus (10,000 above) is a port as well."""
-    for port in range(21_000, 31_000):
-        with socket.socket() as probe, socket.socket() as bus:
-            try:
-                probe.bind(("127.0.0.1", port))
-                bus.bind(("127.0.0.1", port + 10_000))
-            except OSError:
-                continue
-            return port
-    raise RuntimeError("no free port")
+from tests.services import free_cluster_port, run_redis, run_redis_cluster
 
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[Any]:
     """A cluster of one node that owns every slot: it refuses a script across slots as a large one does."""
-    port = free_port()
+    port = free_cluster_port()
     with run_redis(extra=("--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes")) as server:
         node = Redis.from_url(server.url)
         await node.execute_command("CLUSTER", "ADDSLOTS", *range(16_384))
@@ -46,7 +32,9 @@ async def cluster() -> AsyncIterator[Any]:
             while (await node.execute_command("CLUSTER INFO"))["cluster_state"] != "ok":  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         await node.aclose()
-        client = connect(f"redis+cluster://127.0.0.1:{port}", 5.0)
+        client = connect(
+            f"redis+cluster://127.0.0.1:{free_cluster_port()},127.0.0.1:{port}", 5.0
+        )  # the first one is away
         yield client
         await client.aclose()
 
@@ -103,4 +91,22 @@ async def test_a_cluster_sends_its_log(cluster: Any) -> None:
                     await asyncio.sleep(0.001)
         listening.cancel()
     for link in links:
+        await link.aclose()
+
+
+async def test_a_master_that_is_lost_is_replaced() -> None:
+    """A link goes on with the replica that has the lost master's slots by then."""
+    with run_redis_cluster() as servers:
+        key = "sameway:{3}"  # its slot is the first master's
+        link = RedisLink(servers.url, 1.0)
+        await link.execute_command("SET", key, b"before")
+        await asyncio.to_thread(servers.fail_over, key)
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    await link.eval("return redis.call('SET', KEYS[1], ARGV[1])", 1, key, b"after")
+                    break
+                except REDIS_FAILURES:
+                    await asyncio.sleep(0.05)
+        assert await link.execute_command("GET", key) == b"after"
         await link.aclose()
