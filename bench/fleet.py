@@ -201,11 +201,11 @@ def _kill_host(fleet: Fleet, number: int) -> None:
     host = fleet.hosts[number]
     assert host.process is not None
     supervisor = psutil.Process(host.process.pid)
-    fleet.killed_at[number] = time.perf_counter()
     for process in [supervisor, *supervisor.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     host.process.wait()
+    fleet.killed_at[number] = time.perf_counter()
     host.start()
     host.wait_ready()
 
@@ -256,7 +256,7 @@ def _fleet(upstream: Upstream, folder: Path, shared: dict[str, Any], index: str 
         "workers": 2,
         "models": {"mock": {"deployments": [deployment(upstream.url, "mock", "mock?delay_ms=100")]}},
         "engines": {},
-        "budgets": {"hold_lease_s": 5, "on_redis_failure": "refuse"},
+        "budgets": {"hold_lease_s": 5},
         "cache": {"error_max": _ERROR_MAX, **({"index_url": index} if index else {})},
         **shared,
     }
