@@ -7,18 +7,20 @@ and one record; a stream that fails after its first chunk ends with an error eve
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from cache import Entry, ExactCache
 from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.endpoint import Call
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, base_headers, cost_header, media_headers
-from gateway.api.input_files import with_files
+from gateway.api.input_files import NAMES_FILES, with_files
 from gateway.api.provider_ids import NamedObjects, apart_from_cache
 from gateway.batches.files import Files
 from gateway.deployments.alias import Alias
@@ -105,14 +107,16 @@ class AnswerEndpoint:
     async def read(self, call: Call) -> tuple[Turn, Renderer]:
         """The turn of a request, and the renderer of its answer. Raises ApiError."""
         turn = read_turn(await self.body(call), call.headers, call.arrival, self._kind, asgi.model_of(call.scope))
-        return turn, PlainRenderer() if self._kind.is_plain else CompletionRenderer(
-            self._pipeline.exact, turn.wants_usage
-        )
+        return turn, self.renderer(turn, call)
+
+    def renderer(self, turn: Turn, call: Call) -> Renderer:
+        """The renderer of the answer in OpenAI's shape."""
+        return PlainRenderer() if self._kind.is_plain else CompletionRenderer(self._pipeline.exact, turn.wants_usage)
 
     async def body(self, call: Call) -> bytes:
         """The body, once no object that it names belongs to another team. Raises ApiError."""
         raw = await call.body.whole(self._body_bytes_max)
-        if self.files is not None:
+        if self.files is not None and NAMES_FILES in raw:
             raw = await with_files(raw, self.files, call.identity.team.id, self._body_bytes_max)
         if self._objects.have_owners:
             await self._objects.check(raw, call.identity.team.id)
@@ -198,21 +202,19 @@ class AnswerEndpoint:
             await asgi.send_body(send, body)
             return Ended()
         await send(start)
-        watcher.first_chunk_left()
+        watcher.begun()
         try:
             is_last = False
             while not is_last:
-                try:
-                    async with asyncio.timeout(SILENCE_S):
-                        batch = await reader.next()
-                except TimeoutError:
-                    if renderer.ping:
-                        await send({"type": "http.response.body", "body": renderer.ping, "more_body": True})
-                    continue
-                body = renderer.events(batch) if batch else b""
-                if is_last := not batch or reader.is_at_end:
-                    body += await _end(renderer)
-                await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+                if (batch := await reader.next()) is None:
+                    body = renderer.ping
+                else:
+                    body = renderer.events(batch) if batch else b""
+                    if is_last := not batch or reader.is_at_end:
+                        body += await _end(renderer)
+                if body or is_last:
+                    await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+                watcher.left_at = time.monotonic()
             return Ended()
         except (Exception, asyncio.CancelledError) as error:
 
@@ -411,15 +413,21 @@ def _framed_with_usage(entry: Entry) -> bytes:
 
 
 def _frames(chunks: Sequence[Chunk], wants_usage: bool) -> bytes:
-    is_unfolded = bool(chunks) and chunks[0].is_whole  # then it is the only one
-    if is_unfolded:
+    if chunks and chunks[0].is_whole:  # then it is the only one
         chunks = unfold(chunks[0].data)
+        if wants_usage:
+            noted = [
+                one if one.is_usage_only else replace(one, data=one.data[:-1] + _NO_USAGE + b"}") for one in chunks
+            ]
+            chunks = noted
     payloads: list[bytes] = []
     for chunk in chunks:
-        if is_unfolded and wants_usage and not chunk.is_usage_only:
-            payloads.append(chunk.data[:-1] + _NO_USAGE + b"}")
-        elif chunk.has_content or wants_usage or not chunk.is_usage_only:
+        if chunk.is_usage_only and not wants_usage:
+            continue
+        if chunk.count > 1:
             payloads += chunk.each()
+        elif chunk.data:
+            payloads.append(chunk.data)
     body = frames(payloads)
     # the gateway asks for usage itself, and OpenAI has the field where a client does
     return body if wants_usage else body.replace(_NO_USAGE, b"").replace(b', "usage": null', b"")
@@ -429,10 +437,13 @@ _NO_USAGE = b',"usage":null'
 
 
 class DisconnectWatcher:
-    """Detaches a reader from its flight when the client leaves or its deadline passes."""
+    """Detaches a reader from its flight when the client leaves or its deadline passes, and wakes one whose client
+    has heard nothing for long.
+    """
 
     reply: Reply | None = None  # a reply that waits for a flight
     _reader: Reader | None = None
+    left_at = 0.0  # the last bytes to the client, by time.monotonic
     _timer: asyncio.TimerHandle | None = None
 
     def __init__(self, scope: asgi.Scope) -> None:
@@ -447,10 +458,18 @@ class DisconnectWatcher:
         if remaining_ms is not None:
             self._timer = asyncio.get_running_loop().call_later(remaining_ms / 1000.0, self._late)
 
-    def first_chunk_left(self) -> None:
-        """Stop the deadline: the client's read time-out starts again with every byte."""
+    def begun(self) -> None:
+        """Watch for silences, and no longer for the deadline: the client's read time-out starts again with every byte."""
         if self._timer is not None:
             self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(SILENCE_S, self._look)
+        self.left_at = time.monotonic()
+
+    def _look(self) -> None:
+        left_s = SILENCE_S - (time.monotonic() - self.left_at)
+        if left_s <= 0 and self._reader is not None:
+            self._reader.wake()
+        self._timer = asyncio.get_running_loop().call_later(left_s if left_s > 0 else SILENCE_S, self._look)
 
     def note(self, ended: Ended) -> None:
         """Record how an incomplete reply ended."""

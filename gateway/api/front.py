@@ -78,8 +78,8 @@ class Front:
             if model:
                 scope["path_params"] = {"model": model}
         names = dict(scope["headers"])
-        if given := names.get(b"x-request-id", b"")[:_ID_BYTES_MAX]:
-            send = _with_id(send, given)
+        if given := names.get(b"x-request-id"):
+            send = _with_id(send, given[:_ID_BYTES_MAX])
         if b"origin" in names:
             # decision: any-origin
             send = with_headers(send, lambda _: _SHARED)

@@ -169,7 +169,7 @@ class Lessons:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._callers: set[str] = set()
-        self._refused: dict[tuple[str, str], dict[tuple[str, bytes], float]] = {}  # by model and field
+        self.witnesses: dict[tuple[str, str], dict[tuple[str, bytes], float]] = {}  # by model and field
 
     def seen(self, caller: str) -> None:
         """Note that `caller` asks the deployment."""
@@ -178,9 +178,9 @@ class Lessons:
 
     def refused(self, model: str, name: str, caller: str, request: bytes) -> None:
         """Note a refusal of the field `name` in a request of `caller`."""
-        if len(self._refused) >= _LESSONS_MAX:
-            self._refused.clear()
-        witnesses = self._refused.setdefault((model, name), {})
+        if len(self.witnesses) >= _LESSONS_MAX:
+            self.witnesses.clear()
+        witnesses = self.witnesses.setdefault((model, name), {})
         witnesses.pop((caller, request), None)
         witnesses[caller, request] = self._clock()
         if len(witnesses) > _WITNESSES_MAX:
@@ -188,7 +188,7 @@ class Lessons:
 
     def spoken(self, model: str, dialect: Dialect) -> Dialect:
         """`dialect`, as the refusals of the last hour change it."""
-        for (of, name), witnesses in self._refused.items() if self._refused else ():
+        for (of, name), witnesses in self.witnesses.items():
             if of == model and self._are_enough(witnesses) and (other := dialect.without(name)) is not None:
                 origins = {**dialect.origins, "length" if name in LENGTHS else "unknown": "the server's own refusals"}
                 dialect = msgspec.structs.replace(other, origins=origins)

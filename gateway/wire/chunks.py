@@ -52,6 +52,8 @@ class _Delta(msgspec.Struct, gc=False):
     tool_calls: list[EntryOfCall] | None = None
     function_call: Any = None
     audio: Any = None
+    images: Any = None
+    content_blocks: Any = None
 
     def has_content(self) -> bool:
         """Whether it has visible content besides `content`."""
@@ -146,19 +148,22 @@ def _without_odd_numbers(data: bytes) -> bytes:
 def to_chunk(data: bytes, answer: ParsedAnswer, is_whole: bool = False) -> Chunk:
     """The chunk of `data`, with the facts from its partial parse."""
     choices = answer.choices or ()
-    has_usage, has_content = answer.usage != NO_USAGE, False
+    has_usage, has_content, has_words = answer.usage != NO_USAGE, False, False
     reasons: tuple[str, ...] = ()
     for choice in choices:
         part = choice.delta or choice.message
         # most have text, and need no call
-        if choice.text if part is None else part.content or part.has_content():
+        content = choice.text if part is None else part.content
+        if content or (part is not None and part.has_content()):
             has_content = True
+            has_words = has_words or (bool(content) and content.__class__ is str and not content.isspace())
         if choice.finish_reason:
             reasons = (*reasons, choice.finish_reason)
     return Chunk(
         data=data,
         is_whole=is_whole,
         has_content=has_content,
+        has_words=has_words,
         finish_reasons=reasons,
         usage=usage_of(answer.usage) if has_usage else None,
         is_usage_only=not choices and has_usage,
@@ -193,14 +198,19 @@ class FinishTracker(msgspec.Struct):
                 if choice.finish_reason in _FAILED_REASONS:
                     self.failed_reason = choice.finish_reason
 
-    def is_going_on(self, answer: ParsedAnswer) -> bool:
-        """Whether `answer` only adds text to one known choice, as nearly every chunk does."""
+    def more_of(self, answer: ParsedAnswer) -> str:
+        """The text that `answer` adds to one known choice, as nearly every chunk does; empty if it does more."""
         choices = answer.choices
         if not choices or len(choices) != 1 or choices[0].finish_reason or choices[0].index not in self._seen:
-            return False
+            return ""
         choice = choices[0]
-        text = choice.text if choice.delta is None else choice.delta.content
-        return bool(text) and answer.usage == NO_USAGE and answer.error is None and not answer.mended
+        if (delta := choice.delta) is None:
+            text, has_more = choice.text, choice.message is not None
+        else:
+            text, has_more = delta.content, delta.tool_calls is not None
+        if has_more or answer.usage != NO_USAGE or choice.usage != NO_USAGE or answer.x_groq is not None:
+            return ""
+        return text if isinstance(text, str) and answer.error is None and not answer.mended else ""
 
     @property
     def is_complete(self) -> bool:

@@ -107,6 +107,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     data: bytes
     is_whole: bool = False  # `data` is a complete answer
     has_content: bool = False  # has a delta that a person would see; ends the time to first token
+    has_words: bool = False  # has a text that is not blank; unset, it may have one all the same
     finish_reasons: tuple[str, ...] = ()
     usage: Usage | None = None
     is_usage_only: bool = False  # `choices: []`: forwarded only to clients that asked for usage

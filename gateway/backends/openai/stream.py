@@ -152,7 +152,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
     async def _begin(self) -> None:
         """Connect, send, and wait for the first chunk."""
         request = self.request
-        self._answer = PieceReader(request.request_id.removeprefix("req_"))
+        self._answer.key = request.request_id.removeprefix("req_")
         self._finishes = FinishTracker(request.choices, request.prompts)
         exchange = self._exchange = self.admit(request)
         if exchange.pieces is not None:
@@ -240,7 +240,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
             if self._state is not _OVER:
                 self._at_end()
             return
-        if (failure := self._failure(body, answer)) is not None:
+        if (answer.error or answer.object == "error") and (failure := self._failure(body, answer)) is not None:
             raise fresh(failure)  # a frame that held its own error would not be freed
         if is_plain:
             self._ready.append(plain.chunk_of(body))
@@ -254,10 +254,10 @@ class OpenAIStream(msgspec.Struct, eq=False):
         self._finish()
 
     def _failure(self, data: bytes, answer: ParsedAnswer) -> BackendError | None:
-        """The error that a piece or a whole answer tells of, if it does."""
-        if answer.object == "error" or (answer.error and not answer.choices):
+        """The error that a piece or a whole answer with an error tells of; None if it tells of none."""
+        if answer.object == "error" or not answer.choices:
             return self.translate.failed(data)
-        return self.translate.in_band(msgspec.json.encode({"error": answer.error})) if answer.error else None
+        return self.translate.in_band(msgspec.json.encode({"error": answer.error}))
 
     async def _fill(self) -> None:
         """Read until a chunk, an error or the end; takes all events of each read."""
@@ -365,22 +365,22 @@ class OpenAIStream(msgspec.Struct, eq=False):
         if not payload:
             return True
         try:
-            pieces = self._answer.read(payload)
+            payload, answer = self._answer.parsed(payload)
         except msgspec.DecodeError as error:
             self._fail(self.translate.not_json("stream", payload, error))
             return False
-        return self._hand_on(pieces)
+        if (text := self._finishes.more_of(answer)) and not self._answer.held:
+            self._ready.append(Chunk(payload, has_content=True, has_words=not text.isspace()))
+            if self._templates_left:
+                self._templates_left -= 1
+                self._template = DeltaTemplate.of(payload)
+            return True
+        return self._hand_on(self._answer.pieces(payload, answer))
 
     def _hand_on(self, pieces: Sequence[Read]) -> bool:
         """Hand on what the reader made of the events; returns False if the stream is over."""
         for payload, answer in pieces:
-            if self._finishes.is_going_on(answer):
-                self._ready.append(Chunk(payload, has_content=True))
-                if self._templates_left:
-                    self._templates_left -= 1
-                    self._template = DeltaTemplate.of(payload)
-                continue
-            if (failure := self._failure(payload, answer)) is not None:
+            if (answer.error or answer.object == "error") and (failure := self._failure(payload, answer)) is not None:
                 self._fail(failure)
                 return False
             if not answer.choices and answer.usage == NO_USAGE:
@@ -422,7 +422,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
 
     def _conclude(self, *, is_told: bool = False) -> None:
         """End an answer after its last event. `is_told`: the server says so."""
-        if not self._hand_on(self._answer.rest()):
+        if self._answer.held and not self._hand_on(self._answer.rest()):
             return
         if self._finishes.is_finished if is_told else self._finishes.is_complete:
             self._finish()
