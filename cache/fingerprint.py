@@ -202,6 +202,10 @@ def _split_context(turns: list[Any]) -> tuple[list[Any], str]:
     """
     blanked, texts, places = [], [], dict[Any, int]()
     for turn in turns:
+        if type(turn) is dict and turn.keys() == _PLAIN_TURN and set(map(type, turn.values())) == _TEXTS:  # as most
+            texts.append(f"{turn['role']}\n{turn['content']}")
+            blanked.append({"role": turn["role"], "content": 0})
+            continue
         content = turn.get("content") if isinstance(turn, dict) else None
         parts = [content] if isinstance(content, str) else []
         if isinstance(content, list):

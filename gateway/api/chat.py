@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import msgspec
@@ -37,7 +38,7 @@ from gateway.wire.errors import ApiError, BadRequest, DeadlineExceeded
 from gateway.wire.fold import fold
 from gateway.wire.forms import Form, FormFiles, boundary_of
 from gateway.wire.sse import DONE, frame, frames
-from gateway.wire.types import CHAT, IMAGE_EDIT, Chunk, Kind
+from gateway.wire.types import CHAT, IMAGE_EDIT, Chunk, Kind, each_of
 
 SILENCE_S = 15.0
 """The longest silence of a stream to a client: nginx and balancers of clouds end one of a minute, or of half."""
@@ -416,24 +417,18 @@ def _frames(chunks: Sequence[Chunk], wants_usage: bool) -> bytes:
     if chunks and chunks[0].is_whole:  # then it is the only one
         chunks = unfold(chunks[0].data)
         if wants_usage:
-            noted = [
-                one if one.is_usage_only else replace(one, data=one.data[:-1] + _NO_USAGE + b"}") for one in chunks
-            ]
-            chunks = noted
-    payloads: list[bytes] = []
-    for chunk in chunks:
-        if chunk.is_usage_only and not wants_usage:
-            continue
-        if chunk.count > 1:
-            payloads += chunk.each()
-        elif chunk.data:
-            payloads.append(chunk.data)
-    body = frames(payloads)
+            rest = [replace(one, data=one.data[:-1] + _NO_USAGE + b"}") for one in chunks if not one.is_usage_only]
+            chunks = [*rest, *(one for one in chunks if one.is_usage_only)]
+    if wants_usage:
+        return frames(each_of(chunks))
+    if True in map(_is_usage_only, chunks):
+        chunks = [chunk for chunk in chunks if not chunk.is_usage_only]
     # the gateway asks for usage itself, and OpenAI has the field where a client does
-    return body if wants_usage else body.replace(_NO_USAGE, b"").replace(b', "usage": null', b"")
+    return frames(each_of(chunks)).replace(_NO_USAGE, b"").replace(b', "usage": null', b"")
 
 
 _NO_USAGE = b',"usage":null'
+_is_usage_only = attrgetter("is_usage_only")
 
 
 class DisconnectWatcher:

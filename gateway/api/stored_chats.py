@@ -94,16 +94,12 @@ class _StoredCompletion(CompletionRenderer):
         return super().events(self._name(chunks))
 
     def _name(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Give chunks the own id, and keep them."""
-        named = [
-            msgspec.structs.replace(
-                chunk,
-                data=b"\n".join(
-                    [msgspec.json.encode(msgspec.json.decode(one) | {"id": self._id}) for one in chunk.each()]
-                ),
-            )
-            for chunk in chunks
-        ]
+        """Give chunks the own id, and keep them. What they hold else is not read."""
+        named = []
+        for chunk in chunks:
+            fields = [msgspec.json.decode(one, type=dict[str, msgspec.Raw]) for one in chunk.each()]
+            lines = [msgspec.json.encode(one | {"id": self._id}) for one in fields]
+            named.append(msgspec.structs.replace(chunk, data=b"\n".join(lines)))
         self._named += named
         return named
 

@@ -168,13 +168,13 @@ class Lessons:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._callers: set[str] = set()
+        self.callers: set[str] = set()
         self.witnesses: dict[tuple[str, str], dict[tuple[str, bytes], float]] = {}  # by model and field
 
     def seen(self, caller: str) -> None:
         """Note that `caller` asks the deployment."""
-        if len(self._callers) < _CALLERS_ENOUGH:
-            self._callers.add(caller)
+        if len(self.callers) < _CALLERS_ENOUGH:
+            self.callers.add(caller)
 
     def refused(self, model: str, name: str, caller: str, request: bytes) -> None:
         """Note a refusal of the field `name` in a request of `caller`."""
@@ -197,4 +197,4 @@ class Lessons:
     def _are_enough(self, witnesses: Mapping[tuple[str, bytes], float]) -> bool:
         fresh = [one for one, at_s in witnesses.items() if self._clock() < at_s + _LEARNED_S]
         callers, requests = {caller for caller, _ in fresh}, {request for _, request in fresh}
-        return len(requests) > 1 and len(callers) >= len(self._callers)
+        return len(requests) > 1 and len(callers) >= len(self.callers)

@@ -64,10 +64,12 @@ class Deployment(Facts):
     is_any_model: bool = field(init=False)  # it takes every name of a model
     lessons: Lessons = field(init=False)
     idle_timeout_s: float = field(init=False)  # of silence inside a stream: configured, else as its model reasons
+    whole_timeout_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_any_model = "*" in (self.settings.model or "")
         self.lessons = Lessons(self.health.clock)
+        self.whole_timeout_s = self.settings.whole_timeout_ms / 1000.0
         idle_s, is_set = self.settings.idle_timeout_ms / 1000.0, "idle_timeout_ms" in self.settings.model_fields_set
         self.idle_timeout_s = idle_s if is_set else max(idle_s, self.dialect.silence_s)
 

@@ -70,7 +70,8 @@ async def begin(
     is_probe = deployment.health.is_open(asker)
     if is_probe and not await deployment.may_probe(asker, team):
         return None
-    deployment.lessons.seen(generation.answered.demand.caller)
+    if generation.answered.demand.caller not in deployment.lessons.callers:
+        deployment.lessons.seen(generation.answered.demand.caller)
     try:
         request = _request_to(deployment, generation, is_alone=is_alone, said=said, dialect=dialect)
     except BaseException:  # a bug must not keep the slot
@@ -120,7 +121,7 @@ def _request_to(
         request_id=turn.arrival.request_id,
         ttft_timeout_s=deployment.ttft_timeout_s(turn.demand.prompt_tokens, is_alone=is_alone),
         idle_timeout_s=deployment.idle_timeout_s,
-        whole_timeout_s=deployment.settings.whole_timeout_ms / 1000.0,
+        whole_timeout_s=deployment.whole_timeout_s,
         draft=draft_of(generation.looked.near) if deployment.settings.engine else "",
         kind=kind,
         model=deployment.model if serving.is_pattern else "",
@@ -187,12 +188,11 @@ class UpstreamCall(msgspec.Struct, frozen=True, eq=False):
         it.
         """
         deployment, progress, asker, flight = self.deployment, self.progress, self.asker, self.flight
-        answer = deployment.backend.stream(self.request)
+        answer, names = deployment.backend.stream(self.request), self.request.names
         held: list[Chunk] = []
         deployment.answers.add(answer)
         try:
             async for read in answer:
-                names = self.request.names
                 chunks = [restored(chunk, names) for chunk in read if chunk.data] if names else read
                 progress.add(chunks)
                 if progress.size_bytes > _ANSWER_BYTES_MAX:

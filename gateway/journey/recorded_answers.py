@@ -30,7 +30,7 @@ from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
 from gateway.settings import CacheSettings
 from gateway.transport.eager import Eager
-from gateway.wire.reader import lack_of
+from gateway.wire.reader import has_words, lack_of
 from gateway.wire.sse import events_in
 from gateway.wire.types import RESPONSE, Chunk
 
@@ -216,7 +216,7 @@ def _outcome_of(generation: Generation, *, is_servable: bool) -> Outcome:
         is_servable=is_servable,
         is_rescued=bool(answered.seams),
         size_bytes=progress.size_bytes,
-        lack=_lack(generation),
+        lack=None if has_words(progress.chunks) else _lack(generation),
         is_length_asked=generation.holds.cut_at is None
         and (turn.kind.output_tokens_default is not None or (answered.is_cut and _ends_as_asked(generation))),
     )

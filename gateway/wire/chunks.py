@@ -129,11 +129,9 @@ def mended(data: bytes) -> tuple[bytes, ParsedAnswer]:
     Raises msgspec.DecodeError.
     """
     try:
-        answer = parse(data)
-    except msgspec.DecodeError:
+        answer = _decode_answer(data.decode())
+    except UNREADABLE:
         mended_data = with_pairs(_without_odd_numbers(data))
-        if mended_data == data:
-            raise
         return mended_data, parse(mended_data)
     if answer.usage != NO_USAGE and _MAY_BE_NO_NUMBER.search(bytes(answer.usage)):
         data = _without_odd_numbers(data)
@@ -189,7 +187,8 @@ class FinishTracker(msgspec.Struct):
     _seen: set[int] = set()
     _finished: set[int] = set()
 
-    def add(self, answer: ParsedAnswer) -> None:
+    def add(self, answer: ParsedAnswer) -> str | None:
+        """Note one more; returns the `failed_reason`."""
         for choice in answer.choices or ():
             if choice.index not in self._seen:
                 self._seen.add(choice.index)
@@ -197,6 +196,7 @@ class FinishTracker(msgspec.Struct):
                 self._finished.add(choice.index)
                 if choice.finish_reason in _FAILED_REASONS:
                     self.failed_reason = choice.finish_reason
+        return self.failed_reason
 
     def more_of(self, answer: ParsedAnswer) -> str:
         """The text that `answer` adds to one known choice, as nearly every chunk does; empty if it does more."""
@@ -211,6 +211,11 @@ class FinishTracker(msgspec.Struct):
         if has_more or answer.usage != NO_USAGE or choice.usage != NO_USAGE or answer.x_groq is not None:
             return ""
         return text if isinstance(text, str) and answer.error is None and not answer.mended else ""
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a choice has finished."""
+        return bool(self._finished)
 
     @property
     def is_complete(self) -> bool:
@@ -236,6 +241,9 @@ def is_text(choice: Mapping[str, Any]) -> bool:
 _decode_texts = msgspec.json.Decoder(list[str]).decode
 
 
+_OTHER = {"content": "?"}
+
+
 class DeltaTemplate:
     """The bytes before and after the text in chunks that differ only in that text, as most servers
     send them.
@@ -253,32 +261,22 @@ class DeltaTemplate:
         self._inside = slice(len(before), -len(after))
 
     @staticmethod
-    def of(data: bytes, piece: Mapping[str, Any] | None = None) -> "DeltaTemplate | None":
-        """The template of the chunk `data`, or None. `piece` is its decoded JSON, if the caller has
-        it.
-        """
+    def of(data: bytes, text: str) -> "DeltaTemplate | None":
+        """The template of the chunk `data`, which adds only `text` to one choice; None if it has none."""
+        spelled, key = text.encode(), b"content"
+        if data.find(b'"content":"%b"' % spelled) < 0:
+            key = b"text"
+        before, middle, after = data.partition(b'"%b":"%b"' % (key, spelled))
+        if not middle or data.find(b"\n") >= 0:  # spelled with escapes, or with spaces
+            return None
+        before, after = before + b'"%b":"' % key, b'"' + after
         try:
-            piece = msgspec.json.decode(data) if piece is None else piece
+            choices: list[Any] = msgspec.json.decode(before + b"?" + after).get("choices") or []
         except UNREADABLE:  # the light parse skips fields, valid or not
             return None
-        choices: list[Any] = piece.get("choices") or []
-        if len(choices) != 1 or data.find(b"\n") >= 0:
+        if len(choices) != 1 or choices[0].get("logprobs") is not None:
             return None
-        choice = choices[0]
-        key, delta = ("text", choice) if is_text(choice) else ("content", choice.get("delta") or {})
-        text = delta.get(key)
-        if not isinstance(text, str) or choice.get("logprobs") is not None:
-            return None
-        before, found, after = data.partition(b'"%b":"%b"' % (key.encode(), text.encode()))
-        if not found:  # spelled with escapes, or with spaces
-            return None
-        before, after = before + b'"%b":"' % key.encode(), b'"' + after
-        try:
-            probe = msgspec.json.decode(before + b"?" + after)
-        except msgspec.DecodeError:
-            return None
-        other = {"text": "?"} if delta is choice else {"delta": {"content": "?"}}
-        is_alike = probe == {**piece, "choices": [{**choice, **other}]}
+        is_alike = choices[0]["text"] == "?" if is_text(choices[0]) else choices[0].get("delta") == _OTHER
         return DeltaTemplate(before, after) if is_alike else None
 
     def texts(self, payloads: Sequence[bytes]) -> list[str]:

@@ -8,7 +8,7 @@ tells; a field that cannot be read costs that field, and never the answer.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -71,14 +71,17 @@ def _text_of(value: Any) -> str:
 _has_words = attrgetter("has_words")
 
 
+def has_words(chunks: Iterable[Chunk]) -> bool:
+    """Whether an answer is known to say something, as nearly every one is."""
+    return True in map(_has_words, chunks)
+
+
 def lack_of(chunks: Sequence[Chunk]) -> str:
     """Why an answer says nothing: it is "empty", "blank" or only "thoughts"; "" if it says something,
     or cannot be read.
 
     Reads backwards, for the last words are near the end.
     """
-    if True in map(_has_words, chunks):  # as nearly every answer
-        return ""
     lack = "empty"
     try:
         for chunk in reversed(chunks):
@@ -185,15 +188,14 @@ class PieceReader(msgspec.Struct):
 
     def read(self, payload: bytes) -> list[Read]:
         """The pieces that `payload` completes. Raises msgspec.DecodeError unless it is an answer's JSON."""
-        return self.pieces(*self.parsed(payload))
+        payload, answer = self.parsed(payload)
+        return [(payload, answer)] if self.is_usual(answer) else self.pieces(payload, answer)
 
     def pieces(self, payload: bytes, answer: ParsedAnswer) -> list[Read]:
-        """The pieces that one completes, which `parsed` has read. Text may pass it by while nothing is `held`.
+        """The pieces that one completes which is not usual, as `parsed` has read it.
 
         A call's beginning waits for its name, and for the next piece, which may have more of the name.
         """
-        if not self.held and self._is_usual(answer):
-            return [(payload, answer)]
         piece, begun = _Piece(payload, answer), list[_OpenCall]()
         self._has_deltas |= any(choice.delta is not None for choice in answer.choices or ())
         for choice in piece.choices:
@@ -237,7 +239,7 @@ class PieceReader(msgspec.Struct):
     def whole(self, body: bytes) -> Read:
         """A whole answer. Raises msgspec.DecodeError unless it is the JSON of one."""
         body, answer = self.parsed(body)
-        if self._is_usual(answer, is_whole=True):
+        if self.is_usual(answer, is_whole=True):
             return body, answer
         piece = _Piece(body, answer)
         for choice in piece.choices:
@@ -251,8 +253,11 @@ class PieceReader(msgspec.Struct):
         """Valid JSON, and its partial parse. Raises msgspec.DecodeError."""
         try:
             return mended(payload)
-        except msgspec.ValidationError as error:
-            failure = error
+        except msgspec.ValidationError as failure:
+            return self.remade(payload, failure)
+
+    def remade(self, payload: bytes, failure: msgspec.ValidationError) -> Read:
+        """The same of a piece whose first unreadable field `failure` names."""
         piece = decoded(payload)
         for number in range(1, self.MENDED_MAX if isinstance(piece, dict) else 0):
             try:
@@ -267,19 +272,22 @@ class PieceReader(msgspec.Struct):
                 return payload, answer
         raise failure
 
-    def _is_usual(self, answer: ParsedAnswer, is_whole: bool = False) -> bool:
-        """Whether a piece has OpenAI's spelling and begins no call, as nearly every piece."""
+    def is_usual(self, answer: ParsedAnswer, is_whole: bool = False) -> bool:
+        """Whether a piece is handed on as it is: it has OpenAI's spelling and begins no call, as nearly every one, and
+        no piece is held back.
+        """
+        if self.held:
+            return False
         choices = answer.choices
         if choices is None or (answer.x_groq is not None and answer.usage == NO_USAGE):
             return answer.usage == NO_USAGE and answer.x_groq is None
         for choice in choices:
-            part = choice.message
-            if not is_whole:
-                if part is not None:
+            if (part := choice.delta) is not None:
+                self._has_deltas = True
+            if choice.message is not None:
+                if not is_whole:
                     return False
-                part = choice.delta
-                if not self._has_deltas:
-                    self._has_deltas = part is not None
+                part = choice.message
             if choice.usage != NO_USAGE or (choice.finish_reason and choice.finish_reason not in OPENAIS_ENDS):
                 return False
             if part is None or not (entries := part.tool_calls):
