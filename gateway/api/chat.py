@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from cache import Entry, ExactCache
+from cache.fingerprint import FIELDS
 from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.endpoint import Call
@@ -141,7 +142,8 @@ class AnswerEndpoint:
             )
             body = self._pipeline.bodies.of(receive, headers, identity)
             turn, renderer = await self.read(Call(identity, arrival, headers, scope, body=body, send=send))
-            turn = apart_from_cache(turn, turn.body)
+            if not turn.body.keys() <= FIELDS.keys():
+                turn = apart_from_cache(turn, turn.body)
             if renderer.is_background:
                 respond_to = await self.begin(turn, renderer, identity)
                 is_apart = True

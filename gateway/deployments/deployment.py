@@ -125,7 +125,7 @@ class Deployment(Facts):
 
     def spoken(self) -> Dialect:
         """The dialect of its server, with what its refusals have taught."""
-        return self.lessons.spoken(self.model, self.dialect) if self.lessons.witnesses else self.dialect
+        return self.lessons.spoken(self.model, self.dialect)
 
     def cost(self, demand: Demand, usage: Usage) -> MicroUSD:
         """The cost of a request with this usage, in µUSD."""

@@ -110,7 +110,9 @@ def _request_to(
         body, prefix = opened(body)
     if said is not None:
         body, prefix = rest_of(body, said), prefix + said.text
-    dialect, names = dialect or deployment.spoken(), _NO_NAMES
+    names = _NO_NAMES
+    if dialect is None:
+        dialect = deployment.spoken() if deployment.lessons.witnesses else deployment.dialect
     body = with_length(body, dialect, kind, tokens)
     if kind is CHAT and (native is None or "messages" not in deployment.capabilities):
         body, names = fitted(body, dialect)
