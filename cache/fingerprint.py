@@ -70,6 +70,7 @@ that extend them.
 
 _DELIVERY = frozenset(name for name, kind in FIELDS.items() if kind is FieldKind.DELIVERY)
 
+_TURNS = frozenset({"messages"})
 _TURN_MEANINGS = """
     annotations audio content function_call name reasoning reasoning_content refusal role tool_call_id tool_calls
 """
@@ -136,11 +137,13 @@ def fingerprint(
     # meaning
     turns_field, turns = ("messages", messages) if isinstance(messages, list) else (None, [])
     left_out = _DELIVERY.difference(keyed) if keyed else _DELIVERY
+    if turns_field is not None:
+        left_out |= _TURNS
     try:
         head = {
             name: value if type(value) in _PLAIN else _canonical(value)
-            for name, value in body.items()
-            if name not in left_out and name != turns_field and (value is not None or name not in FIELDS)
+            for name in body.keys() - left_out
+            if (value := body[name]) is not None or name not in FIELDS
         }
         # a JSON array is self-delimiting, so namespace, field name and head can't run into each
         # other
@@ -199,6 +202,10 @@ def _split_context(turns: list[Any]) -> tuple[list[Any], str]:
     """
     blanked, texts, places = [], [], dict[Any, int]()
     for turn in turns:
+        if type(turn) is dict and turn.keys() == _PLAIN_TURN and set(map(type, turn.values())) == _TEXTS:  # as most
+            texts.append(f"{turn['role']}\n{turn['content']}")
+            blanked.append({"role": turn["role"], "content": 0})
+            continue
         content = turn.get("content") if isinstance(turn, dict) else None
         parts = [content] if isinstance(content, str) else []
         if isinstance(content, list):

@@ -104,15 +104,20 @@ async def send_body(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": bytes(unsent)})
 
 
-def with_headers(send: Send, more_of: Callable[[Message], Iterable[tuple[bytes, bytes]]]) -> Send:
-    """Wrap `send` so that it adds the headers that `more_of` returns for the start of a response."""
+def with_own_headers(send: Send, of: Callable[[Message], Iterable[tuple[bytes, bytes]]]) -> Send:
+    """Wrap `send` so that a response has the headers that `of` makes of its start."""
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], *more_of(message)]}
+            message = {**message, "headers": [*of(message)]}
         await send(message)
 
     return sent
+
+
+def with_headers(send: Send, more_of: Callable[[Message], Iterable[tuple[bytes, bytes]]]) -> Send:
+    """Wrap `send` so that it adds the headers that `more_of` returns for the start of a response."""
+    return with_own_headers(send, lambda start: [*start["headers"], *more_of(start)])
 
 
 async def send_error(send: Send, request_id: str, error: ApiError) -> None:

@@ -7,18 +7,22 @@ and one record; a stream that fails after its first chunk ends with an error eve
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from cache import Entry, ExactCache
+from cache.fingerprint import FIELDS
 from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.endpoint import Call
 from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, base_headers, cost_header, media_headers
-from gateway.api.input_files import with_files
+from gateway.api.input_files import NAMES_FILES, with_files
 from gateway.api.provider_ids import NamedObjects, apart_from_cache
 from gateway.batches.files import Files
 from gateway.deployments.alias import Alias
@@ -35,7 +39,7 @@ from gateway.wire.errors import ApiError, BadRequest, DeadlineExceeded
 from gateway.wire.fold import fold
 from gateway.wire.forms import Form, FormFiles, boundary_of
 from gateway.wire.sse import DONE, frame, frames
-from gateway.wire.types import CHAT, IMAGE_EDIT, Chunk, Kind
+from gateway.wire.types import CHAT, IMAGE_EDIT, Chunk, Kind, each_of
 
 SILENCE_S = 15.0
 """The longest silence of a stream to a client: nginx and balancers of clouds end one of a minute, or of half."""
@@ -105,14 +109,16 @@ class AnswerEndpoint:
     async def read(self, call: Call) -> tuple[Turn, Renderer]:
         """The turn of a request, and the renderer of its answer. Raises ApiError."""
         turn = read_turn(await self.body(call), call.headers, call.arrival, self._kind, asgi.model_of(call.scope))
-        return turn, PlainRenderer() if self._kind.is_plain else CompletionRenderer(
-            self._pipeline.exact, turn.wants_usage
-        )
+        return turn, self.renderer(turn, call)
+
+    def renderer(self, turn: Turn, call: Call) -> Renderer:
+        """The renderer of the answer in OpenAI's shape."""
+        return PlainRenderer() if self._kind.is_plain else CompletionRenderer(self._pipeline.exact, turn.wants_usage)
 
     async def body(self, call: Call) -> bytes:
         """The body, once no object that it names belongs to another team. Raises ApiError."""
         raw = await call.body.whole(self._body_bytes_max)
-        if self.files is not None:
+        if self.files is not None and NAMES_FILES in raw:
             raw = await with_files(raw, self.files, call.identity.team.id, self._body_bytes_max)
         if self._objects.have_owners:
             await self._objects.check(raw, call.identity.team.id)
@@ -136,7 +142,8 @@ class AnswerEndpoint:
             )
             body = self._pipeline.bodies.of(receive, headers, identity)
             turn, renderer = await self.read(Call(identity, arrival, headers, scope, body=body, send=send))
-            turn = apart_from_cache(turn, turn.body)
+            if not turn.body.keys() <= FIELDS.keys():
+                turn = apart_from_cache(turn, turn.body)
             if renderer.is_background:
                 respond_to = await self.begin(turn, renderer, identity)
                 is_apart = True
@@ -198,21 +205,19 @@ class AnswerEndpoint:
             await asgi.send_body(send, body)
             return Ended()
         await send(start)
-        watcher.first_chunk_left()
+        watcher.begun()
         try:
             is_last = False
             while not is_last:
-                try:
-                    async with asyncio.timeout(SILENCE_S):
-                        batch = await reader.next()
-                except TimeoutError:
-                    if renderer.ping:
-                        await send({"type": "http.response.body", "body": renderer.ping, "more_body": True})
-                    continue
-                body = renderer.events(batch) if batch else b""
-                if is_last := not batch or reader.is_at_end:
-                    body += await _end(renderer)
-                await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+                if (batch := await reader.next()) is None:
+                    body = renderer.ping
+                else:
+                    body = renderer.events(batch) if batch else b""
+                    if is_last := not batch or reader.is_at_end:
+                        body += await _end(renderer)
+                if body or is_last:
+                    await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+                watcher.left_at = time.monotonic()
             return Ended()
         except (Exception, asyncio.CancelledError) as error:
 
@@ -411,28 +416,31 @@ def _framed_with_usage(entry: Entry) -> bytes:
 
 
 def _frames(chunks: Sequence[Chunk], wants_usage: bool) -> bytes:
-    is_unfolded = bool(chunks) and chunks[0].is_whole  # then it is the only one
-    if is_unfolded:
+    if chunks and chunks[0].is_whole:  # then it is the only one
         chunks = unfold(chunks[0].data)
-    payloads: list[bytes] = []
-    for chunk in chunks:
-        if is_unfolded and wants_usage and not chunk.is_usage_only:
-            payloads.append(chunk.data[:-1] + _NO_USAGE + b"}")
-        elif chunk.has_content or wants_usage or not chunk.is_usage_only:
-            payloads += chunk.each()
-    body = frames(payloads)
+        if wants_usage:
+            rest = [replace(one, data=one.data[:-1] + _NO_USAGE + b"}") for one in chunks if not one.is_usage_only]
+            chunks = [*rest, *(one for one in chunks if one.is_usage_only)]
+    if wants_usage:
+        return frames(each_of(chunks))
+    if True in map(_is_usage_only, chunks):
+        chunks = [chunk for chunk in chunks if not chunk.is_usage_only]
     # the gateway asks for usage itself, and OpenAI has the field where a client does
-    return body if wants_usage else body.replace(_NO_USAGE, b"").replace(b', "usage": null', b"")
+    return frames(each_of(chunks)).replace(_NO_USAGE, b"").replace(b', "usage": null', b"")
 
 
 _NO_USAGE = b',"usage":null'
+_is_usage_only = attrgetter("is_usage_only")
 
 
 class DisconnectWatcher:
-    """Detaches a reader from its flight when the client leaves or its deadline passes."""
+    """Detaches a reader from its flight when the client leaves or its deadline passes, and wakes one whose client
+    has heard nothing for long.
+    """
 
     reply: Reply | None = None  # a reply that waits for a flight
     _reader: Reader | None = None
+    left_at = 0.0  # the last bytes to the client, by time.monotonic
     _timer: asyncio.TimerHandle | None = None
 
     def __init__(self, scope: asgi.Scope) -> None:
@@ -447,10 +455,18 @@ class DisconnectWatcher:
         if remaining_ms is not None:
             self._timer = asyncio.get_running_loop().call_later(remaining_ms / 1000.0, self._late)
 
-    def first_chunk_left(self) -> None:
-        """Stop the deadline: the client's read time-out starts again with every byte."""
+    def begun(self) -> None:
+        """Watch for silences, and no longer for the deadline: the client's read time-out starts again with every byte."""
         if self._timer is not None:
             self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(SILENCE_S, self._look)
+        self.left_at = time.monotonic()
+
+    def _look(self) -> None:
+        left_s = SILENCE_S - (time.monotonic() - self.left_at)
+        if left_s <= 0 and self._reader is not None:
+            self._reader.wake()
+        self._timer = asyncio.get_running_loop().call_later(left_s if left_s > 0 else SILENCE_S, self._look)
 
     def note(self, ended: Ended) -> None:
         """Record how an incomplete reply ended."""

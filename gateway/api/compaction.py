@@ -18,10 +18,11 @@ from gateway.api.chat import PlainRenderer, Renderer
 from gateway.api.endpoint import Call
 from gateway.api.memory import Item
 from gateway.api.response_events import PassedResponseRenderer, ResponseRenderer
-from gateway.api.responses import ResponseRequest, Responses, as_sent, sealed
+from gateway.api.responses import ResponseRequest, Responses, as_sent
 from gateway.backends.base import BackendBroken
 from gateway.backends.refusals import from_backend
 from gateway.journey.turn import Turn, read_turn
+from gateway.wire.carried import seal
 from gateway.wire.errors import BadRequest, BeyondChat
 from gateway.wire.requests import convert, decode_object
 from gateway.wire.types import CHAT, Chunk
@@ -91,7 +92,7 @@ class _Compacted(PlainRenderer):
         if response.get("status") != "completed" or not summary.strip():
             raise from_backend(BackendBroken("The deployment wrote no whole summary: send the request again"))
         digits = self._response.id.removeprefix("resp_")
-        compaction = {"id": f"cmp_{digits}_0", "type": "compaction", "encrypted_content": sealed(summary)}
+        compaction = {"id": f"cmp_{digits}_0", "type": "compaction", "encrypted_content": seal(summary)}
         return msgspec.json.encode(
             {
                 "id": self._response.id,

@@ -7,7 +7,7 @@ provider whose API the endpoint speaks.
 """
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -16,7 +16,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from gateway.api.asgi import Message, Receive, Scope, Send, headers_of, send_error, with_headers
+from gateway.api.asgi import Message, Receive, Scope, Send, headers_of, send_error, with_headers, with_own_headers
 from gateway.journey.bodies import Bodies, Body, ClientGone
 from gateway.journey.turn import arrive
 from gateway.wire.errors import ApiError, MethodNotAllowed, NotFound
@@ -78,8 +78,8 @@ class Front:
             if model:
                 scope["path_params"] = {"model": model}
         names = dict(scope["headers"])
-        if given := names.get(b"x-request-id", b"")[:_ID_BYTES_MAX]:
-            send = _with_id(send, given)
+        if given := names.get(b"x-request-id"):
+            send = _with_id(send, given[:_ID_BYTES_MAX])
         if b"origin" in names:
             # decision: any-origin
             send = with_headers(send, lambda _: _SHARED)
@@ -113,15 +113,12 @@ def _methods_of(path: str, routes: Routes) -> Mapping[str, Endpoint] | None:
 def _with_id(send: Send, given: bytes) -> Send:
     """`send` that repeats the client's own id of a request; the gateway's has a name of its own then."""
 
-    async def sent(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            named = [
-                (b"x-sameway-request-id" if name == b"x-request-id" else name, v) for name, v in message["headers"]
-            ]
-            message = {**message, "headers": [*named, (b"x-request-id", given)]}
-        await send(message)
+    def named(start: Message) -> Iterator[tuple[bytes, bytes]]:
+        for name, value in start["headers"]:
+            yield b"x-sameway-request-id" if name == b"x-request-id" else name, value
+        yield b"x-request-id", given
 
-    return sent
+    return with_own_headers(send, named)
 
 
 def _errors_of(path: str, routes: Routes) -> Any:
@@ -248,21 +245,15 @@ _MOUNTED = "/static-offline-docs/"
 def _below(send: Send, prefix: bytes) -> Send:
     """Wrap `send`: the response's own paths are below `prefix`."""
 
-    async def sent(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = [
-                (name, prefix + value)
-                if name == b"location" and value[:1] == b"/"
-                else (
-                    name,
-                    value.replace(b"Path=/admin", b"Path=%b/admin" % prefix) if name == b"set-cookie" else value,
-                )
-                for name, value in message["headers"]
-            ]
-            message = {**message, "headers": headers}
-        await send(message)
+    def below(start: Message) -> Iterator[tuple[bytes, bytes]]:
+        for name, value in start["headers"]:
+            if name == b"location" and value[:1] == b"/":
+                value = prefix + value
+            elif name == b"set-cookie":
+                value = value.replace(b"Path=/admin", b"Path=%b/admin" % prefix)
+            yield name, value
 
-    return sent
+    return with_own_headers(send, below)
 
 
 def _bounded(body: Body, receive: Receive) -> Receive:

@@ -69,7 +69,8 @@ def answer_headers(reply: Reply) -> Headers:
             headers.append((b"x-sameway-queued-ms", f"{answered.queued_ms:.0f}".encode()))
         if source == "miss" and (reason := flight.generation.looked.semantic.miss_reason):
             headers.append((b"x-sameway-miss-reason", reason.encode()))
-        cut_at = flight.generation.turn.shortened_to if holds.cut_at is None else holds.cut_at
+        if (cut_at := holds.cut_at) is None and turn.demand.is_output_bound:
+            cut_at = flight.generation.turn.shortened_to
         if cut_at is not None:
             headers.append((b"x-sameway-cut-at", str(cut_at).encode()))
         if holds.limit_headers and reply.is_leading:

@@ -10,6 +10,7 @@ import mimetypes
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from gateway.batches.files import INPUTS, File, Files, storage_error
 from gateway.wire.chunks import UNREADABLE
 from gateway.wire.errors import BadRequest, NotFound
 
+NAMES_FILES = b'"file_id"'
 _HOLDERS = ("messages", "input", "system")
 _FILES_MAX = 50
 _UNKNOWN_MEDIA = "application/octet-stream"
@@ -25,8 +27,6 @@ _UNKNOWN_MEDIA = "application/octet-stream"
 
 async def with_files(raw: bytes, files: Files, team_id: int, bytes_max: int) -> bytes:
     """The body `raw`, with the files that its messages or items name. Raises BadRequest."""
-    if b'"file_id"' not in raw:
-        return raw
     try:
         body = msgspec.json.decode(raw)
         parts = [part for name in _HOLDERS for part in _parts(body.get(name))]
@@ -47,12 +47,11 @@ async def with_files(raw: bytes, files: Files, team_id: int, bytes_max: int) -> 
                 reason = f"The request and its files have more than {bytes_max} bytes: send less"
                 raise BadRequest(reason, param="file_id", code="context_length_exceeded")
             try:
-                content = await asyncio.to_thread(files.path(file.id).read_bytes)
+                await asyncio.to_thread(_place, part, holder, file, files.path(file.id))
             except OSError as error:
                 raise storage_error(error) from None
-            _place(part, holder, file, content)
             is_changed = True
-    return msgspec.json.encode(body) if is_changed else raw
+    return await asyncio.to_thread(msgspec.json.encode, body) if is_changed else raw
 
 
 def _parts(value: Any) -> Iterator[dict[str, Any]]:
@@ -72,16 +71,21 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
             yield from _parts(value.get(name))
 
 
-def _place(part: dict[str, Any], holder: dict[str, Any], file: File, content: bytes) -> None:
-    """Put a file's content in the place of its id, in the shape of the part that names it."""
+def _place(part: dict[str, Any], holder: dict[str, Any], file: File, path: Path) -> None:
+    """Put the content of a file, at `path`, in the place of its id, in the shape of the part that names it.
+
+    Raises OSError. It takes long: a file may have megabytes.
+    """
+    content = path.read_bytes()
     media = mimetypes.guess_type(file.filename)[0] or _UNKNOWN_MEDIA
     del holder["file_id"]
-    url = f"data:{media};base64,{b64encode(content).decode()}"
-    if part["type"] == "input_image":
-        part["image_url"] = url
-    elif "source" not in part:
-        holder |= {"file_data": url, "filename": holder.get("filename") or file.filename}
-    elif media.startswith("text/"):
+    if "source" in part and media.startswith("text/"):
         holder |= {"type": "text", "media_type": "text/plain", "data": content.decode("utf-8", "replace")}
+        return
+    data = b64encode(content).decode()
+    if "source" in part:
+        holder |= {"type": "base64", "media_type": media, "data": data}
+    elif part["type"] == "input_image":
+        part["image_url"] = f"data:{media};base64,{data}"
     else:
-        holder |= {"type": "base64", "media_type": media, "data": b64encode(content).decode()}
+        holder |= {"file_data": f"data:{media};base64,{data}", "filename": holder.get("filename") or file.filename}

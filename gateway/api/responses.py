@@ -8,8 +8,6 @@ completion". Invariant: a field that no deployment of the alias supports is refu
 never ignored.
 """
 
-import binascii
-from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -29,7 +27,7 @@ from gateway.api.response_events import PassedResponseRenderer, ResponseRenderer
 from gateway.api.tokens import counted
 from gateway.journey.turn import Turn, read_turn
 from gateway.pipeline import Pipeline
-from gateway.wire.carried import is_signed, restore
+from gateway.wire.carried import is_signed, restore, unsealed
 from gateway.wire.errors import BadRequest, BeyondChat, shown
 from gateway.wire.requests import MESSAGES_MAX, convert, decode_object
 from gateway.wire.types import CHAT, RESPONSE, Kind
@@ -278,13 +276,7 @@ def _encoded(request: Mapping[str, Any], bytes_max: int) -> bytes:
 _UNSENT = frozenset({"previous_response_id", "conversation", "background", "max_tokens", "max_completion_tokens"})
 
 
-_SEALED = "sameway."  # a provider's own summaries begin otherwise
 _SUMMARY = "A summary of the conversation so far, but for the messages above:\n\n"
-
-
-def sealed(summary: str) -> str:
-    """The opaque content of a compaction. Its client wrote or read all of it, so it is no secret."""
-    return f"{_SEALED}{b64encode(summary.encode()).decode()}"
 
 
 def _unsealed(item: Item) -> Item:
@@ -293,13 +285,11 @@ def _unsealed(item: Item) -> Item:
     Raises BadRequest.
     """
     content = item.get("encrypted_content")
-    if item.get("type") != "compaction" or not isinstance(content, str) or not content.startswith(_SEALED):
+    if item.get("type") != "compaction" or not content or is_signed(content):
         return item
-    try:
-        summary = b64decode(content.removeprefix(_SEALED), validate=True).decode()
-    except (binascii.Error, ValueError):
+    if (summary := unsealed(content, str)) is None:
         words = "A compaction's `encrypted_content` is not as it was given out: send it unchanged"
-        raise BadRequest(words, param="input", code="invalid_value") from None
+        raise BadRequest(words, param="input", code="invalid_value")
     return {"type": "message", "role": "user", "content": f"{_SUMMARY}{summary}"}
 
 

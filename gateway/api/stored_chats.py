@@ -44,13 +44,12 @@ class StoringChat(AnswerEndpoint):
         super().__init__(pipeline, body_bytes_max)
         self._memory, self._store = memory, store
 
-    async def read(self, call: Call) -> tuple[Turn, Renderer]:
-        turn, renderer = await super().read(call)
+    def renderer(self, turn: Turn, call: Call) -> Renderer:
         if turn.body.get("store") is True and self._memory.is_kept(True, call.identity.team):
             id = f"chatcmpl-{call.arrival.request_id.removeprefix('req_')}"
             put = partial(self._put, call, turn.body)
-            return turn, _StoredCompletion(self._pipeline.exact, turn.wants_usage, id, put)
-        return turn, renderer
+            return _StoredCompletion(self._pipeline.exact, turn.wants_usage, id, put)
+        return CompletionRenderer(self._pipeline.exact, turn.wants_usage)
 
     async def _put(self, call: Call, body: Mapping[str, Any], whole: bytes) -> None:
         completion = {name: body.get(name) for name in _REPEATED.split()} | msgspec.json.decode(whole)
@@ -95,16 +94,12 @@ class _StoredCompletion(CompletionRenderer):
         return super().events(self._name(chunks))
 
     def _name(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Give chunks the own id, and keep them."""
-        named = [
-            msgspec.structs.replace(
-                chunk,
-                data=b"\n".join(
-                    [msgspec.json.encode(msgspec.json.decode(one) | {"id": self._id}) for one in chunk.each()]
-                ),
-            )
-            for chunk in chunks
-        ]
+        """Give chunks the own id, and keep them. What they hold else is not read."""
+        named = []
+        for chunk in chunks:
+            fields = [msgspec.json.decode(one, type=dict[str, msgspec.Raw]) for one in chunk.each()]
+            lines = [msgspec.json.encode(one | {"id": self._id}) for one in fields]
+            named.append(msgspec.structs.replace(chunk, data=b"\n".join(lines)))
         self._named += named
         return named
 

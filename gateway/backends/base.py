@@ -84,7 +84,6 @@ class BackendRequest(msgspec.Struct, frozen=True):
     prefix: str = ""  # the beginning of the answer, which a deployment with `prefill` goes on with
     dialect: Dialect = Dialect()
     names: Mapping[str, str] = {}  # the client's names of tools, by those in the body
-    is_translated: bool = False  # a refusal may be of what the gateway made of the client's request
 
     @property
     def prefilled(self) -> dict[str, Any]:

@@ -168,19 +168,19 @@ class Lessons:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._callers: set[str] = set()
-        self._refused: dict[tuple[str, str], dict[tuple[str, bytes], float]] = {}  # by model and field
+        self.callers: set[str] = set()
+        self.witnesses: dict[tuple[str, str], dict[tuple[str, bytes], float]] = {}  # by model and field
 
     def seen(self, caller: str) -> None:
         """Note that `caller` asks the deployment."""
-        if len(self._callers) < _CALLERS_ENOUGH:
-            self._callers.add(caller)
+        if len(self.callers) < _CALLERS_ENOUGH:
+            self.callers.add(caller)
 
     def refused(self, model: str, name: str, caller: str, request: bytes) -> None:
         """Note a refusal of the field `name` in a request of `caller`."""
-        if len(self._refused) >= _LESSONS_MAX:
-            self._refused.clear()
-        witnesses = self._refused.setdefault((model, name), {})
+        if len(self.witnesses) >= _LESSONS_MAX:
+            self.witnesses.clear()
+        witnesses = self.witnesses.setdefault((model, name), {})
         witnesses.pop((caller, request), None)
         witnesses[caller, request] = self._clock()
         if len(witnesses) > _WITNESSES_MAX:
@@ -188,7 +188,7 @@ class Lessons:
 
     def spoken(self, model: str, dialect: Dialect) -> Dialect:
         """`dialect`, as the refusals of the last hour change it."""
-        for (of, name), witnesses in self._refused.items() if self._refused else ():
+        for (of, name), witnesses in self.witnesses.items():
             if of == model and self._are_enough(witnesses) and (other := dialect.without(name)) is not None:
                 origins = {**dialect.origins, "length" if name in LENGTHS else "unknown": "the server's own refusals"}
                 dialect = msgspec.structs.replace(other, origins=origins)
@@ -197,4 +197,4 @@ class Lessons:
     def _are_enough(self, witnesses: Mapping[tuple[str, bytes], float]) -> bool:
         fresh = [one for one, at_s in witnesses.items() if self._clock() < at_s + _LEARNED_S]
         callers, requests = {caller for caller, _ in fresh}, {request for _, request in fresh}
-        return len(requests) > 1 and len(callers) >= len(self._callers)
+        return len(requests) > 1 and len(callers) >= len(self.callers)

@@ -11,6 +11,8 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import repeat
+from operator import contains
 from typing import Any
 
 import msgspec
@@ -36,13 +38,17 @@ IDLE: Mapping[str, Any] = {
 """Values that change no answer, by their field."""
 
 _JSON_TOOL = "json_answer"  # its arguments are the answer, where a server has no other JSON mode
+_JSON_MODE = {"type": "json_object"}
 _HASH_CHARS = 9
+_LENGTHS, _CALLS = frozenset(LENGTHS), repeat("tool_calls")
 _NO_NAMES: dict[str, str] = {}
 
 
 def with_length(body: dict[str, Any], dialect: Dialect, kind: Kind, tokens: int | None = None) -> dict[str, Any]:
     """`body` with one length, under the server's name: `tokens`, else the client's, else none."""
-    if tokens is None and kind is CHAT:
+    if tokens is None:
+        if kind is not CHAT or _LENGTHS.intersection(body) <= {dialect.length}:
+            return body
         tokens = body.get(MAX_COMPLETION_TOKENS) or body.get(MAX_TOKENS)
     if tokens is None:
         return body
@@ -83,11 +89,11 @@ def fitted(body: dict[str, Any], dialect: Dialect) -> tuple[dict[str, Any], dict
     """A chat with names and ids that the server takes, and the client's names by those."""
     if not (dialect.tool_name or dialect.call_id):
         return body, _NO_NAMES
-    is_json = body.get("response_format") == {"type": "json_object"} and not body.get("tools")
-    if is_json and not dialect.has_json_mode and dialect.can_force_tools:
-        return _by_tool(fitted(body | {"response_format": None}, dialect)[0]), {_JSON_TOOL: ""}
-    if not (body.get("tools") or any("tool_calls" in message for message in body["messages"])):
-        return body, _NO_NAMES
+    if not body.get("tools"):
+        if not dialect.has_json_mode and dialect.can_force_tools and body.get("response_format") == _JSON_MODE:
+            return _by_tool(fitted(body | {"response_format": None}, dialect)[0]), {_JSON_TOOL: ""}
+        if True not in map(contains, body["messages"], _CALLS):
+            return body, _NO_NAMES
     names = {}
     if dialect.tool_name:
         names = _short_names(_names(body), dialect.tool_name)

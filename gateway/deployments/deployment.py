@@ -63,10 +63,15 @@ class Deployment(Facts):
     tokens_per_ms: float = 0.04  # of its latest answers, from their start, with the tokens that no chunk shows
     is_any_model: bool = field(init=False)  # it takes every name of a model
     lessons: Lessons = field(init=False)
+    idle_timeout_s: float = field(init=False)  # of silence inside a stream: configured, else as its model reasons
+    whole_timeout_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_any_model = "*" in (self.settings.model or "")
         self.lessons = Lessons(self.health.clock)
+        self.whole_timeout_s = self.settings.whole_timeout_ms / 1000.0
+        idle_s, is_set = self.settings.idle_timeout_ms / 1000.0, "idle_timeout_ms" in self.settings.model_fields_set
+        self.idle_timeout_s = idle_s if is_set else max(idle_s, self.dialect.silence_s)
 
     def asker(self, demand: Demand, request_id: str = "-") -> Asker:
         """The caller and the shape of a request, for the health of this deployment.
@@ -285,15 +290,9 @@ class Deployment(Facts):
             return self.settings.ttft_timeout_ms / 1000.0
         least_ms, most_ms = self.ttft_timeout_min_ms, _TTFT_TIMEOUT_MAX_MS
         unlearned_ms = most_ms if is_alone else _TTFT_TIMEOUT_UNLEARNED_MS
-        if silence_ms := 1000.0 * self.dialect.silence_s:  # what it has learned tells nothing of the next thought
-            least_ms = most_ms = unlearned_ms = silence_ms if is_alone else most_ms
+        if self.dialect.silence_s:  # what it has learned tells nothing of the next thought
+            least_ms = most_ms = unlearned_ms = 1000.0 * self.dialect.silence_s if is_alone else most_ms
         return self.estimate.ttft_timeout_ms(prompt_tokens, least_ms, most_ms, unlearned_ms) / 1000.0
-
-    @property
-    def idle_timeout_s(self) -> float:
-        """The longest silence in seconds inside a stream: configured, else as its model reasons."""
-        is_set = "idle_timeout_ms" in self.settings.model_fields_set
-        return max(self.settings.idle_timeout_ms / 1000.0, 0 if is_set else self.dialect.silence_s)
 
     def succeeded(self, progress: Progress, demand: Demand, asker: Asker) -> None:
         """Learn from a complete generation.

@@ -6,6 +6,7 @@ ends once, with one outcome.
 
 import time
 from collections.abc import Awaitable, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -13,6 +14,7 @@ from gateway.wire.fold import text_bytes
 from gateway.wire.types import Chunk, size_of
 from policies import Usage
 
+_mended = attrgetter("mended")
 _BYTES_PER_TOKEN = 3  # fewer than in most languages' texts
 
 
@@ -51,7 +53,6 @@ class Progress(msgspec.Struct):
     finish_reasons: list[str] = []
     usage: Usage | None = None
     chunks: list[Chunk] = []
-    mended: int = 0
     ttft_ms: float | None = None
     is_complete: bool = False
     is_abandoned: bool = False  # the last reader left while the deployment was at work
@@ -68,7 +69,6 @@ class Progress(msgspec.Struct):
                 self.finish_reasons.extend(chunk.finish_reasons)
             if chunk.usage is not None:
                 self.usage = chunk.usage
-            self.mended += chunk.mended
             if not self.has_begun and (chunk.has_content or chunk.finish_reasons or chunk.is_whole):
                 self.has_begun = True
                 self.is_whole = chunk.is_whole
@@ -98,8 +98,8 @@ class Progress(msgspec.Struct):
 
         `is_denial`: the refusal is permanent.
         """
-        duration_ms = self.elapsed_ms()
-        self.attempt = Attempt(self.deployment, outcome, duration_ms, is_refusal, is_denial, mended=self.mended)
+        mended = sum(map(_mended, self.chunks))
+        self.attempt = Attempt(self.deployment, outcome, self.elapsed_ms(), is_refusal, is_denial, mended=mended)
 
     @property
     def has_content(self) -> bool:

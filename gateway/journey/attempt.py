@@ -34,6 +34,7 @@ TRIES_MAX = 8
 # a flight keeps its answer for later readers: an endless one must not take the worker's memory
 _ANSWER_BYTES_MAX = 64 << 20
 _TRANSLATED = frozenset({"messages", "responses"})  # operations whose requests become chats
+_NO_NAMES: dict[str, str] = {}
 _UNSTREAMED = frozenset({"best_of", "prompt_logprobs"})  # servers refuse to stream with these
 
 # the codes and words of a server that does not know a field, and not of one that refuses its value: OpenAI, pydantic
@@ -69,7 +70,8 @@ async def begin(
     is_probe = deployment.health.is_open(asker)
     if is_probe and not await deployment.may_probe(asker, team):
         return None
-    deployment.lessons.seen(generation.answered.demand.caller)
+    if generation.answered.demand.caller not in deployment.lessons.callers:
+        deployment.lessons.seen(generation.answered.demand.caller)
     try:
         request = _request_to(deployment, generation, is_alone=is_alone, said=said, dialect=dialect)
     except BaseException:  # a bug must not keep the slot
@@ -89,16 +91,16 @@ def _request_to(
     deployment: Deployment, generation: Generation, *, is_alone: bool, said: Said | None, dialect: Dialect | None
 ) -> BackendRequest:
     turn, serving, holds = generation.turn, generation.answered.serving, generation.holds
-    native = turn.native
+    native, kind = turn.native, turn.kind
     # decision: always-stream
-    is_stream = not turn.kind.is_plain and (
-        turn.is_stream or (serving.has_choice and _UNSTREAMED.isdisjoint(turn.body))
-    )
+    is_stream = not kind.is_plain and (turn.is_stream or (serving.has_choice and _UNSTREAMED.isdisjoint(turn.body)))
     body = turn.marked if turn.marked is not None and "cache_control" in deployment.capabilities else turn.body
     if holds.is_bounded and turn.demand.calls:
         body = with_calls_bound(body)
         native = None if native is None else msgspec.structs.replace(native, are_calls_bound=True)
-    tokens = turn.shortened_to if holds.cut_at is None else holds.cut_at
+    tokens = holds.cut_at
+    if tokens is None and turn.demand.is_output_bound:
+        tokens = turn.shortened_to
     if tokens is not None:
         native = None if native is None else msgspec.structs.replace(native, tokens_max=tokens)
     elif holds.is_bounded:
@@ -108,10 +110,12 @@ def _request_to(
         body, prefix = opened(body)
     if said is not None:
         body, prefix = rest_of(body, said), prefix + said.text
-    dialect = deployment.spoken() if dialect is None else dialect
-    body = with_length(body, dialect, turn.kind, tokens)
-    is_translated = _is_translated(deployment, turn)
-    body, names = fitted(body, dialect) if turn.kind is CHAT and (native is None or is_translated) else (body, {})
+    names = _NO_NAMES
+    if dialect is None:
+        dialect = deployment.spoken() if deployment.lessons.witnesses else deployment.dialect
+    body = with_length(body, dialect, kind, tokens)
+    if kind is CHAT and (native is None or "messages" not in deployment.capabilities):
+        body, names = fitted(body, dialect)
     return BackendRequest(
         body=body,
         is_stream=is_stream,
@@ -119,9 +123,9 @@ def _request_to(
         request_id=turn.arrival.request_id,
         ttft_timeout_s=deployment.ttft_timeout_s(turn.demand.prompt_tokens, is_alone=is_alone),
         idle_timeout_s=deployment.idle_timeout_s,
-        whole_timeout_s=deployment.settings.whole_timeout_ms / 1000.0,
+        whole_timeout_s=deployment.whole_timeout_s,
         draft=draft_of(generation.looked.near) if deployment.settings.engine else "",
-        kind=turn.kind,
+        kind=kind,
         model=deployment.model if serving.is_pattern else "",
         native=native,
         upload=turn.upload,
@@ -129,16 +133,17 @@ def _request_to(
         prefix=prefix,
         dialect=dialect,
         names=names,
-        is_translated=bool(names) or is_translated,
         trace=turn.trace if deployment.settings.is_traced else (),
     )
 
 
-def _is_translated(deployment: Deployment, turn: Turn) -> bool:
-    """Whether the server gets a request in another shape than the client's."""
+def is_translated(call: "UpstreamCall", turn: Turn) -> bool:
+    """Whether the server got a request in another shape than the client's, so that a refusal may be of that."""
+    deployment = call.deployment
     if turn.kind is not CHAT or (turn.native is not None and "messages" in deployment.capabilities):
-        return False
-    return deployment.settings.backend in ("anthropic", "litellm") or turn.arrival.operation in _TRANSLATED
+        return bool(call.request.names)
+    is_other = deployment.settings.backend in ("anthropic", "litellm") or turn.arrival.operation in _TRANSLATED
+    return is_other or bool(call.request.names)
 
 
 def reworded(call: "UpstreamCall", failure: BackendRejected, generation: Generation) -> Dialect | None:
@@ -185,12 +190,11 @@ class UpstreamCall(msgspec.Struct, frozen=True, eq=False):
         it.
         """
         deployment, progress, asker, flight = self.deployment, self.progress, self.asker, self.flight
-        answer = deployment.backend.stream(self.request)
+        answer, names = deployment.backend.stream(self.request), self.request.names
         held: list[Chunk] = []
         deployment.answers.add(answer)
         try:
             async for read in answer:
-                names = self.request.names
                 chunks = [restored(chunk, names) for chunk in read if chunk.data] if names else read
                 progress.add(chunks)
                 if progress.size_bytes > _ANSWER_BYTES_MAX:

@@ -6,6 +6,7 @@ which `flat` writes and `of_flat` reads.
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -117,11 +118,11 @@ PATHS: Mapping[str, str] = {field.encode_name: f"{part}.{field.name}" for part, 
 
 def flat(record: Record) -> dict[str, Any]:
     """The fields of all parts of `record` as one level of plain values, without defaults."""
-    fields: dict[str, Any] = {}
-    for part in msgspec.to_builtins(record).values():
-        fields.update(part)
-    for name in _UNRECORDED:
-        fields.pop(name, None)
+    parts = msgspec.to_builtins(record).values()
+    fields: dict[str, Any] = dict(chain.from_iterable(map(dict.items, parts)))
+    if not fields.keys().isdisjoint(_UNRECORDED):
+        for name in _UNRECORDED:
+            fields.pop(name, None)
     return fields
 
 

@@ -30,7 +30,7 @@ from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
 from gateway.settings import CacheSettings
 from gateway.transport.eager import Eager
-from gateway.wire.reader import lack_of
+from gateway.wire.reader import has_words, lack_of
 from gateway.wire.sse import events_in
 from gateway.wire.types import RESPONSE, Chunk
 
@@ -216,7 +216,7 @@ def _outcome_of(generation: Generation, *, is_servable: bool) -> Outcome:
         is_servable=is_servable,
         is_rescued=bool(answered.seams),
         size_bytes=progress.size_bytes,
-        lack=_lack(generation),
+        lack=None if has_words(progress.chunks) else _lack(generation),
         is_length_asked=generation.holds.cut_at is None
         and (turn.kind.output_tokens_default is not None or (answered.is_cut and _ends_as_asked(generation))),
     )
@@ -224,15 +224,14 @@ def _outcome_of(generation: Generation, *, is_servable: bool) -> Outcome:
 
 def _lack(generation: Generation) -> Refusal | None:
     """Why an answer says nothing that is worth keeping; None if it says something."""
-    progress = generation.answered.progress
-    chunks = progress.chunks
-    if generation.turn.kind is RESPONSE:
-        data = b"".join([chunk.data for chunk in chunks])
-        chunks = [Chunk((events_in(data) or [data])[-1])]  # the last event has all of it
-    elif generation.turn.kind.is_plain:
+    progress, kind = generation.answered.progress, generation.turn.kind
+    if kind.is_plain and kind is not RESPONSE:
         return None if progress.has_content else Refusal.EMPTY
-    lack = lack_of(chunks)
-    return Refusal(lack) if lack else None
+    chunks = progress.chunks
+    if kind is RESPONSE:
+        data = b"".join([chunk.data for chunk in chunks])
+        chunks = [Chunk((events_in(data) or [data])[-1], has_content=True)]  # the last event has all of it
+    return Refusal(lack) if (lack := lack_of(chunks)) else None
 
 
 def _ends_as_asked(generation: Generation) -> bool:

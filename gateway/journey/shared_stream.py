@@ -33,7 +33,7 @@ class SharedStream(msgspec.Struct, eq=False):
     is_done: bool = False
     _caught_up: asyncio.Future[None] | None = None
     _readers: "list[Reader]" = []
-    sleepers: list[asyncio.Future[None]] = []
+    sleepers: list[asyncio.Future[bool]] = []
 
     @property
     def has_left(self) -> bool:
@@ -116,7 +116,7 @@ class SharedStream(msgspec.Struct, eq=False):
         sleepers, self.sleepers = self.sleepers, []
         for sleeper in sleepers:
             if not sleeper.done():
-                sleeper.set_result(None)
+                sleeper.set_result(True)
 
 
 class Reader(msgspec.Struct, eq=False):
@@ -134,7 +134,7 @@ class Reader(msgspec.Struct, eq=False):
     _rest: list[Chunk] = []  # of an answer that was withdrawn
     _is_closed: bool = False
     _gone: BaseException | None = None
-    _sleeper: asyncio.Future[None] | None = None
+    _sleeper: asyncio.Future[bool] | None = None
 
     @property
     def is_at_end(self) -> bool:
@@ -160,8 +160,8 @@ class Reader(msgspec.Struct, eq=False):
             raise fresh(self._stream.error)
         self.ready_at = time.perf_counter()
 
-    async def next(self) -> list[Chunk]:
-        """The chunks since the last call, 64 KiB and one at most; empty at the end.
+    async def next(self) -> list[Chunk] | None:
+        """The chunks since the last call, 64 KiB and one at most; empty at the end; None if it was woken.
 
         Raises the stream's error after its last chunk, and the reason given to `leave`.
         """
@@ -185,7 +185,8 @@ class Reader(msgspec.Struct, eq=False):
                 if stream.error is not None:
                     raise fresh(stream.error)
                 return []
-            await self._sleep()
+            if not await self._sleep():
+                return None
 
     def _batch(self) -> list[Chunk]:
         """The next chunks, until they are `_BATCH_BYTES`."""
@@ -207,21 +208,28 @@ class Reader(msgspec.Struct, eq=False):
             raise fresh(stream.error)
         return stream.chunks
 
-    async def _sleep(self) -> None:
+    async def _sleep(self) -> bool:
+        """Wait for chunks or the end; returns False if it was woken before."""
         if self._gone is not None:
             raise fresh(self._gone)
         self._sleeper = asyncio.get_running_loop().create_future()
         self._stream.sleepers.append(self._sleeper)
-        await self._sleeper
+        has_more = await self._sleeper
         if self._gone is not None:
             raise fresh(self._gone)
+        return has_more
 
     def leave(self, reason: BaseException) -> None:
         """Close, because the client left or its deadline passed; reads raise `reason`."""
         self._gone = reason
         if self._sleeper is not None and not self._sleeper.done():
-            self._sleeper.set_result(None)
+            self._sleeper.set_result(True)
         self.close()
+
+    def wake(self) -> None:
+        """Let a `next` that waits return None."""
+        if self._sleeper is not None and not self._sleeper.done():
+            self._sleeper.set_result(False)
 
     def cut(self, error: BaseException) -> None:
         """Close, because its answer was withdrawn; `next` gives its unread chunks, then `error`."""

@@ -28,15 +28,14 @@ def recorded(chunks: Sequence[Chunk]) -> tuple[tuple[Recorded, ...], dict[str, s
 
     An answer of Anthropic's API is recorded as it came, with the `created` of its chat completion.
     """
-    labels: dict[str, str | int] = {}
-    if chunks and chunks[0].native:
+    if chunks[0].native:
         first = next(chunk.data for chunk in chunks if chunk.data)
-        labels["native_at"] = msgspec.json.decode(first)["created"]
         natives = [chunk.native for chunk in chunks if chunk.native not in (b"", TOLD)]
-        return (Recorded(b"\n".join(natives), count=len(natives)),), labels
-    if chunks and chunks[0].media:
-        labels["media"] = chunks[0].media
-    labels["has_usage_chunk"] = int(bool(chunks) and chunks[-1].is_usage_only)
+        created: int = msgspec.json.decode(first)["created"]
+        return (Recorded(b"\n".join(natives), count=len(natives)),), {"native_at": created}
+    labels: dict[str, str | int] = {"has_usage_chunk": int(chunks[-1].is_usage_only)}
+    if media := chunks[0].media:
+        labels["media"] = media
     return tuple([Recorded(chunk.data, chunk.is_whole, chunk.count) for chunk in chunks]), labels
 
 

@@ -27,7 +27,7 @@ from gateway.deployments.alias import Alias, no_route
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
 from gateway.exceptions import fresh
-from gateway.journey.attempt import TRIES_MAX, begin, reworded
+from gateway.journey.attempt import TRIES_MAX, begin, is_translated, reworded
 from gateway.journey.flight import Flight
 from gateway.journey.hedge import Race
 from gateway.journey.outcomes import Rejection
@@ -235,7 +235,7 @@ class Tries:
                 longer = _longer(generation.answered.demand, window)
                 generation.answered = msgspec.structs.replace(generation.answered, demand=longer)
         elif isinstance(failure, BackendRejected) and not isinstance(failure, BackendUnfit):
-            if not call.request.is_translated:
+            if not is_translated(call, generation.turn):
                 raise from_backend(failure) from failure
             failure = BackendUnfit(failure.message, detail=failure.detail, status=failure.status, body=failure.body)
         if not call.progress.has_begun:

@@ -107,8 +107,10 @@ class Turn(msgspec.Struct, frozen=True):
     @property
     def shortened_to(self) -> int | None:
         """The tokens that its answer may have where no deployment writes as many as it allows."""
+        if not self.demand.is_output_bound:
+            return None
         tokens = self.demand.output_tokens_max
-        return tokens if self.demand.is_output_bound and tokens < self.body["max_completion_tokens"] else None
+        return tokens if tokens < self.body["max_completion_tokens"] else None
 
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self.started) * 1000.0
@@ -170,12 +172,14 @@ def turn_of(
     )
 
 
-_TRACE = ("traceparent", "tracestate", "baggage")
+_TRACE = frozenset({"traceparent", "tracestate", "baggage"})
 
 
 def trace_of(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """The headers of W3C's Trace Context and Baggage that can be sent on."""
-    named = [(name, headers[name]) for name in _TRACE if name in headers]
+    if _TRACE.isdisjoint(headers):
+        return ()
+    named = [(name, headers[name]) for name in sorted(_TRACE) if name in headers]
     return tuple((name, value) for name, value in named if value.isascii() and value.isprintable())
 
 

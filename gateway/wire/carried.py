@@ -12,9 +12,11 @@ what a client of chat completions may say itself; another server's signature is 
 import base64
 import binascii
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 _MARK = "sameway1."
 _TEXTS = ("reasoning_content", "reasoning", "reasoning_text", "thinking")
@@ -62,7 +64,7 @@ class Carried:
         fields, self._fields = self._fields, _Fields()
         if fields == _Fields():
             return ""
-        return _MARK + base64.urlsafe_b64encode(msgspec.json.encode(fields)).decode()
+        return seal(fields)
 
 
 def _append(entries: list[dict[str, Any]], entry: dict[str, Any]) -> None:
@@ -76,6 +78,22 @@ def _append(entries: list[dict[str, Any]], entry: dict[str, Any]) -> None:
         last[name] = last[name] + value if is_piece else last.get(name) if value is None else value
 
 
+def seal(value: Any) -> str:
+    """`value` as a text that clients send back unread. They may read it: it is no secret."""
+    return _MARK + base64.urlsafe_b64encode(msgspec.json.encode(value)).decode()
+
+
+def unsealed(text: Any, kind: type[T]) -> T | None:
+    """The value that `seal` made `text` of; None for any other text."""
+    if not isinstance(text, str) or not text.startswith(_MARK):
+        return None
+    try:
+        data = base64.b64decode(text.removeprefix(_MARK), altchars=b"-_", validate=True)
+        return msgspec.json.decode(data, type=kind)
+    except (binascii.Error, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
 def is_signed(text: Any) -> bool:
     """Whether a server made this opaque text: there is one, and the gateway did not make it."""
     return bool(text) and not (isinstance(text, str) and text.startswith(_MARK))
@@ -85,11 +103,7 @@ def restore(message: dict[str, Any], calls: dict[str, dict[str, Any]], sealed: A
     """Set what `sealed` carries in an assistant's `message`, with the `text` that was shown beside it,
     and the further fields of calls in `calls`. Another server's text changes nothing.
     """
-    try:
-        given = "" if not sealed or is_signed(sealed) else sealed.removeprefix(_MARK)
-        data = base64.b64decode(given, altchars=b"-_", validate=True)
-        fields = msgspec.json.decode(data, type=_Fields)
-    except (binascii.Error, msgspec.DecodeError, UnicodeDecodeError):
+    if (fields := unsealed(sealed, _Fields)) is None:
         return
     if fields.name in _TEXTS and text:
         message[fields.name] = message.get(fields.name, "") + text

@@ -52,6 +52,8 @@ class _Delta(msgspec.Struct, gc=False):
     tool_calls: list[EntryOfCall] | None = None
     function_call: Any = None
     audio: Any = None
+    images: Any = None
+    content_blocks: Any = None
 
     def has_content(self) -> bool:
         """Whether it has visible content besides `content`."""
@@ -127,11 +129,9 @@ def mended(data: bytes) -> tuple[bytes, ParsedAnswer]:
     Raises msgspec.DecodeError.
     """
     try:
-        answer = parse(data)
-    except msgspec.DecodeError:
+        answer = _decode_answer(data.decode())
+    except UNREADABLE:
         mended_data = with_pairs(_without_odd_numbers(data))
-        if mended_data == data:
-            raise
         return mended_data, parse(mended_data)
     if answer.usage != NO_USAGE and _MAY_BE_NO_NUMBER.search(bytes(answer.usage)):
         data = _without_odd_numbers(data)
@@ -146,19 +146,22 @@ def _without_odd_numbers(data: bytes) -> bytes:
 def to_chunk(data: bytes, answer: ParsedAnswer, is_whole: bool = False) -> Chunk:
     """The chunk of `data`, with the facts from its partial parse."""
     choices = answer.choices or ()
-    has_usage, has_content = answer.usage != NO_USAGE, False
+    has_usage, has_content, has_words = answer.usage != NO_USAGE, False, False
     reasons: tuple[str, ...] = ()
     for choice in choices:
         part = choice.delta or choice.message
         # most have text, and need no call
-        if choice.text if part is None else part.content or part.has_content():
+        content = choice.text if part is None else part.content
+        if content or (part is not None and part.has_content()):
             has_content = True
+            has_words = has_words or (bool(content) and content.__class__ is str and not content.isspace())
         if choice.finish_reason:
             reasons = (*reasons, choice.finish_reason)
     return Chunk(
         data=data,
         is_whole=is_whole,
         has_content=has_content,
+        has_words=has_words,
         finish_reasons=reasons,
         usage=usage_of(answer.usage) if has_usage else None,
         is_usage_only=not choices and has_usage,
@@ -184,7 +187,8 @@ class FinishTracker(msgspec.Struct):
     _seen: set[int] = set()
     _finished: set[int] = set()
 
-    def add(self, answer: ParsedAnswer) -> None:
+    def add(self, answer: ParsedAnswer) -> str | None:
+        """Note one more; returns the `failed_reason`."""
         for choice in answer.choices or ():
             if choice.index not in self._seen:
                 self._seen.add(choice.index)
@@ -192,15 +196,26 @@ class FinishTracker(msgspec.Struct):
                 self._finished.add(choice.index)
                 if choice.finish_reason in _FAILED_REASONS:
                     self.failed_reason = choice.finish_reason
+        return self.failed_reason
 
-    def is_going_on(self, answer: ParsedAnswer) -> bool:
-        """Whether `answer` only adds text to one known choice, as nearly every chunk does."""
+    def more_of(self, answer: ParsedAnswer) -> str:
+        """The text that `answer` adds to one known choice, as nearly every chunk does; empty if it does more."""
         choices = answer.choices
         if not choices or len(choices) != 1 or choices[0].finish_reason or choices[0].index not in self._seen:
-            return False
+            return ""
         choice = choices[0]
-        text = choice.text if choice.delta is None else choice.delta.content
-        return bool(text) and answer.usage == NO_USAGE and answer.error is None and not answer.mended
+        if (delta := choice.delta) is None:
+            text, has_more = choice.text, choice.message is not None
+        else:
+            text, has_more = delta.content, delta.tool_calls is not None
+        if has_more or answer.usage != NO_USAGE or choice.usage != NO_USAGE or answer.x_groq is not None:
+            return ""
+        return text if isinstance(text, str) and answer.error is None and not answer.mended else ""
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a choice has finished."""
+        return bool(self._finished)
 
     @property
     def is_complete(self) -> bool:
@@ -226,6 +241,9 @@ def is_text(choice: Mapping[str, Any]) -> bool:
 _decode_texts = msgspec.json.Decoder(list[str]).decode
 
 
+_OTHER = {"content": "?"}
+
+
 class DeltaTemplate:
     """The bytes before and after the text in chunks that differ only in that text, as most servers
     send them.
@@ -243,32 +261,22 @@ class DeltaTemplate:
         self._inside = slice(len(before), -len(after))
 
     @staticmethod
-    def of(data: bytes, piece: Mapping[str, Any] | None = None) -> "DeltaTemplate | None":
-        """The template of the chunk `data`, or None. `piece` is its decoded JSON, if the caller has
-        it.
-        """
+    def of(data: bytes, text: str) -> "DeltaTemplate | None":
+        """The template of the chunk `data`, which adds only `text` to one choice; None if it has none."""
+        spelled, key = text.encode(), b"content"
+        if data.find(b'"content":"%b"' % spelled) < 0:
+            key = b"text"
+        before, middle, after = data.partition(b'"%b":"%b"' % (key, spelled))
+        if not middle or data.find(b"\n") >= 0:  # spelled with escapes, or with spaces
+            return None
+        before, after = before + b'"%b":"' % key, b'"' + after
         try:
-            piece = msgspec.json.decode(data) if piece is None else piece
+            choices: list[Any] = msgspec.json.decode(before + b"?" + after).get("choices") or []
         except UNREADABLE:  # the light parse skips fields, valid or not
             return None
-        choices: list[Any] = piece.get("choices") or []
-        if len(choices) != 1 or data.find(b"\n") >= 0:
+        if len(choices) != 1 or choices[0].get("logprobs") is not None:
             return None
-        choice = choices[0]
-        key, delta = ("text", choice) if is_text(choice) else ("content", choice.get("delta") or {})
-        text = delta.get(key)
-        if not isinstance(text, str) or choice.get("logprobs") is not None:
-            return None
-        before, found, after = data.partition(b'"%b":"%b"' % (key.encode(), text.encode()))
-        if not found:  # spelled with escapes, or with spaces
-            return None
-        before, after = before + b'"%b":"' % key.encode(), b'"' + after
-        try:
-            probe = msgspec.json.decode(before + b"?" + after)
-        except msgspec.DecodeError:
-            return None
-        other = {"text": "?"} if delta is choice else {"delta": {"content": "?"}}
-        is_alike = probe == {**piece, "choices": [{**choice, **other}]}
+        is_alike = choices[0]["text"] == "?" if is_text(choices[0]) else choices[0].get("delta") == _OTHER
         return DeltaTemplate(before, after) if is_alike else None
 
     def texts(self, payloads: Sequence[bytes]) -> list[str]:

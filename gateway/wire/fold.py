@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.wire.chunks import TEXT, UNREADABLE, DeltaTemplate, is_text
-from gateway.wire.types import Chunk, size_of
+from gateway.wire.types import Chunk, each_of, size_of
 
 _FIRST = frozenset({"id", "created", "model"})  # Azure's first chunk has these empty
 # obfuscation pads chunks against eavesdroppers
@@ -44,7 +44,7 @@ def fold(chunks: Sequence[Chunk]) -> bytes:
     if chunks and chunks[0].is_whole:
         return chunks[0].data
     try:
-        return _fold([payload for chunk in chunks for payload in chunk.each()])
+        return _fold(each_of(chunks))
     except UNREADABLE as error:
         raise msgspec.DecodeError(str(error)) from None
 
@@ -93,14 +93,17 @@ def _fold(payloads: Sequence[bytes]) -> bytes:
             kind = TEXT
         for choice in piece.get("choices") or ():
             _fold_choice(choices, choice)
-        run = DeltaTemplate.of(payloads[position], piece) if runs < DeltaTemplate.PER_ANSWER_MAX else None
         position += 1
-        if run is not None:
-            runs += 1
-            index = piece["choices"][0].get("index") or 0
-            choice = choices[index]
-            key, said = ("text", choice) if is_text(choice) else ("content", choice["message"])
-            position += _fold_run(run, payloads[position:], said, key)
+        if runs < DeltaTemplate.PER_ANSWER_MAX and len(piece.get("choices") or ()) == 1:
+            (read,) = piece["choices"]
+            choice = choices[read.get("index") or 0]
+            key, said, text = "text", choice, read.get("text")
+            if not is_text(read):
+                key, said, text = "content", choice["message"], (read.get("delta") or {}).get("content")
+            run = DeltaTemplate.of(payloads[position - 1], text) if isinstance(text, str) else None
+            if run is not None:
+                runs += 1
+                position += _fold_run(run, payloads[position:], said, key)
     head = {key: top.pop(key) for key in ("id", "created", "model") if key in top}
     body = [_settled_choice(choices[index]) for index in sorted(choices)]
     return msgspec.json.encode({**head, "object": kind, "choices": body, **top})

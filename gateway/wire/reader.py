@@ -8,9 +8,9 @@ tells; a field that cannot be read costs that field, and never the answer.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, count
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -68,6 +68,14 @@ def _text_of(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
+_has_words = attrgetter("has_words")
+
+
+def has_words(chunks: Iterable[Chunk]) -> bool:
+    """Whether an answer is known to say something, as nearly every one is."""
+    return True in map(_has_words, chunks)
+
+
 def lack_of(chunks: Sequence[Chunk]) -> str:
     """Why an answer says nothing: it is "empty", "blank" or only "thoughts"; "" if it says something,
     or cannot be read.
@@ -76,18 +84,16 @@ def lack_of(chunks: Sequence[Chunk]) -> str:
     """
     lack = "empty"
     try:
-        datas = (data for chunk in reversed(chunks) for data in reversed(chunk.each()))
-        for message in chain.from_iterable(map(_messages, datas)):
-            content = message.get("content")
-            if isinstance(content, str) and content.strip():  # as nearly every answer
-                return ""
-            texts = list(said(message))
-            if any(map(message.get, _ACTS)) or any(text.strip() for kind, text in texts if kind != "thought"):
-                return ""
-            if any(kind == "thought" for kind, _ in texts):
-                lack = "thoughts"
-            elif texts and lack == "empty":
-                lack = "blank"
+        for chunk in reversed(chunks):
+            for data in reversed(chunk.each()) if chunk.has_content else ():
+                for message in _messages(data):
+                    texts = list(said(message))
+                    if any(map(message.get, _ACTS)) or any(text.strip() for kind, text in texts if kind != "thought"):
+                        return ""
+                    if any(kind == "thought" for kind, _ in texts):
+                        lack = "thoughts"
+                    elif texts and lack == "empty":
+                        lack = "blank"
     except UNREADABLE:
         return ""
     return lack
@@ -167,33 +173,31 @@ class _OpenCall:
             _body_of(self.head)["name"] = self.name
 
 
-class PieceReader:
+class PieceReader(msgspec.Struct):
     """Reads the pieces of one answer, in order. `key` begins the ids of calls that come without one."""
 
-    HELD_MAX = 1000  # pieces that wait for the name of a call
-    MENDED_MAX = 100  # fields of one piece
+    HELD_MAX: ClassVar = 1000  # pieces that wait for the name of a call
+    MENDED_MAX: ClassVar = 100  # fields of one piece
 
-    def __init__(self, key: str = "") -> None:
-        self._key = key
-        self._new_ids = count()
-        self._calls: dict[int, list[_OpenCall]] = {}  # by choice
-        self._held: list[_Piece] = []
-        self._heads: list[_OpenCall] = []  # those whose beginnings are held
-        self._has_deltas = False
+    key: str = ""
+    _ids_made: int = 0
+    _calls: dict[int, list[_OpenCall]] = {}  # by choice
+    held: list[_Piece] = []  # back
+    _heads: list[_OpenCall] = []  # those whose beginnings are held
+    _has_deltas: bool = False
 
     def read(self, payload: bytes) -> list[Read]:
-        """The pieces that `payload` completes. Raises msgspec.DecodeError unless it is an answer's JSON.
+        """The pieces that `payload` completes. Raises msgspec.DecodeError unless it is an answer's JSON."""
+        payload, answer = self.parsed(payload)
+        return [(payload, answer)] if self.is_usual(answer) else self.pieces(payload, answer)
+
+    def pieces(self, payload: bytes, answer: ParsedAnswer) -> list[Read]:
+        """The pieces that one completes which is not usual, as `parsed` has read it.
 
         A call's beginning waits for its name, and for the next piece, which may have more of the name.
         """
-        payload, answer = self._readable(payload)
-        has_messages = False
-        for read in answer.choices or ():
-            self._has_deltas = self._has_deltas or read.delta is not None
-            has_messages = has_messages or read.message is not None
-        if not (self._held or has_messages) and self._is_usual(answer):
-            return [(payload, answer)]
         piece, begun = _Piece(payload, answer), list[_OpenCall]()
+        self._has_deltas |= any(choice.delta is not None for choice in answer.choices or ())
         for choice in piece.choices:
             if message := choice.pop("message", None):  # all of it at the end, or the pieces of another spelling
                 untold = {} if self._calls.get(choice.get("index") or 0) else {"tool_calls": message.get("tool_calls")}
@@ -206,14 +210,14 @@ class PieceReader:
                     del delta["tool_calls"]
                     if piece.says_nothing:
                         return []
-        is_late = piece.is_end or len(self._held) > self.HELD_MAX
+        is_late = piece.is_end or len(self.held) > self.HELD_MAX
         if not is_late and not all(call.name for call in (*self._heads, *begun)):
-            self._held.append(piece)
+            self.held.append(piece)
             self._heads += begun
             return []
         ready = self.rest()
         if begun and not is_late:
-            self._held, self._heads = [piece], begun
+            self.held, self._heads = [piece], begun
             return ready
         for call in begun:
             call.head = {}
@@ -221,10 +225,12 @@ class PieceReader:
 
     def rest(self) -> list[Read]:
         """The pieces that were held back; at the end of an answer, all that is left of it."""
+        if not self.held:
+            return []
         echoes = [call.head for call in self._heads if call.is_echo and not call.parts]
         for call in self._heads:
             call.head = {}
-        held, self._held, self._heads = self._held, [], []
+        held, self.held, self._heads = self.held, [], []
         for delta in [choice.get("delta") or {} for piece in held for choice in piece.choices] if echoes else ():
             entries = delta.get("tool_calls") or ()
             delta["tool_calls"] = [entry for entry in entries if all(entry is not echo for echo in echoes)]
@@ -232,10 +238,8 @@ class PieceReader:
 
     def whole(self, body: bytes) -> Read:
         """A whole answer. Raises msgspec.DecodeError unless it is the JSON of one."""
-        body, answer = self._readable(body)
-        calls = [call for one in answer.choices or () if one.message for call in one.message.tool_calls or ()]
-        ids = {call.id for call in calls}
-        if self._is_usual(answer) and all(ids) and (len(ids) == len(calls) or len(answer.choices or ()) > 1):
+        body, answer = self.parsed(body)
+        if self.is_usual(answer, is_whole=True):
             return body, answer
         piece = _Piece(body, answer)
         for choice in piece.choices:
@@ -245,12 +249,15 @@ class PieceReader:
                 known.add(entry["id"])
         return piece.read()
 
-    def _readable(self, payload: bytes) -> Read:
+    def parsed(self, payload: bytes) -> Read:
         """Valid JSON, and its partial parse. Raises msgspec.DecodeError."""
         try:
             return mended(payload)
-        except msgspec.ValidationError as error:
-            failure = error
+        except msgspec.ValidationError as failure:
+            return self.remade(payload, failure)
+
+    def remade(self, payload: bytes, failure: msgspec.ValidationError) -> Read:
+        """The same of a piece whose first unreadable field `failure` names."""
         piece = decoded(payload)
         for number in range(1, self.MENDED_MAX if isinstance(piece, dict) else 0):
             try:
@@ -265,16 +272,27 @@ class PieceReader:
                 return payload, answer
         raise failure
 
-    def _is_usual(self, answer: ParsedAnswer) -> bool:
-        """Whether a piece has OpenAI's spelling and begins no call, as nearly every piece."""
+    def is_usual(self, answer: ParsedAnswer, is_whole: bool = False) -> bool:
+        """Whether a piece is handed on as it is: it has OpenAI's spelling and begins no call, as nearly every one, and
+        no piece is held back.
+        """
+        if self.held:
+            return False
         choices = answer.choices
         if choices is None or (answer.x_groq is not None and answer.usage == NO_USAGE):
             return answer.usage == NO_USAGE and answer.x_groq is None
         for choice in choices:
+            if (part := choice.delta) is not None:
+                self._has_deltas = True
+            if choice.message is not None:
+                if not is_whole:
+                    return False
+                part = choice.message
             if choice.usage != NO_USAGE or (choice.finish_reason and choice.finish_reason not in OPENAIS_ENDS):
                 return False
-            entries = choice.delta.tool_calls if choice.delta is not None else None
-            if entries and not (len(choices) == len(entries) == 1 and self._goes_on(choice.index, entries[0])):
+            if part is None or not (entries := part.tool_calls):
+                continue
+            if len(choices) != 1 or len(entries) != 1 or not self._goes_on(choice.index, entries[0]):
                 return False
         return True
 
@@ -288,7 +306,8 @@ class PieceReader:
         return True
 
     def _new_id(self) -> str:
-        return f"call_{self._key}_{next(self._new_ids)}"
+        self._ids_made += 1
+        return f"call_{self.key}_{self._ids_made - 1}"
 
     def _add(self, calls: list[_OpenCall], entry: dict[str, Any], begun: list[_OpenCall]) -> bool:
         """Read one entry of `tool_calls`; False if nothing of it is left for its own piece."""

@@ -4,7 +4,7 @@ Shapes: OpenAI API reference, "Create chat completion" and "Create completion". 
 and no sockets.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -107,6 +107,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     data: bytes
     is_whole: bool = False  # `data` is a complete answer
     has_content: bool = False  # has a delta that a person would see; ends the time to first token
+    has_words: bool = False  # has a text that is not blank; unset, it may have one all the same
     finish_reasons: tuple[str, ...] = ()
     usage: Usage | None = None
     is_usage_only: bool = False  # `choices: []`: forwarded only to clients that asked for usage
@@ -124,7 +125,15 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
         return self.data.split(b"\n")
 
 
-_data_of = attrgetter("data")
+_data_of, _count_of = attrgetter("data"), attrgetter("count")
+
+
+def each_of(chunks: Sequence[Chunk]) -> list[bytes]:
+    """The JSON of each chunk in these pieces."""
+    lines = b"\n".join(map(_data_of, chunks)).split(b"\n")
+    if len(lines) == sum(map(_count_of, chunks)) and b"" not in lines:
+        return lines
+    return [data for chunk in chunks for data in chunk.each()]
 
 
 def size_of(chunks: Iterable[Chunk]) -> int:

@@ -12,6 +12,8 @@ parts are at most the whole.
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, contains
 from typing import Annotated, Any
 
 import msgspec
@@ -84,6 +86,7 @@ class _Tiered(_Tier, frozen=True):
     response: _Tier | None = None  # of an event of the Responses API
 
 
+_DATA_OF, _TIER = attrgetter("data"), repeat(b'"service_tier"')
 _decode = msgspec.json.Decoder(_Reported).decode
 _NO_INPUTS, _NO_OUTPUTS, _NO_LIVES, _NO_TOOLS, _NO_CACHED = _Inputs(), _Outputs(), _Lives(), _Tools(), _Cached()
 _NO_PARTS = msgspec.structs.astuple(_Reported())[3:]
@@ -190,6 +193,8 @@ def tier_of(chunks: Sequence[Chunk]) -> str:
 
     Sources: OpenAI's and Groq's `service_tier` of an answer, Anthropic's in its usage.
     """
+    if True not in map(contains, map(_DATA_OF, chunks), _TIER):
+        return ""
     for chunk in reversed(chunks):
         for data in reversed(chunk.each()) if b'"service_tier"' in chunk.data else ():
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):

@@ -72,7 +72,7 @@ async def test_what_a_compaction_is_not_is_refused(world: World) -> None:
             await client.responses.compact(model="mock", input="hello", extra_body={field: True})
     with pytest.raises(openai.BadRequestError, match="Missing required field: input"):
         await client.responses.compact(model="mock")
-    for content, words in (("sameway.!", "not as it was given out"), ("gAAAA", "Items of type `compaction`")):
+    for content, words in (("sameway1.!", "not as it was given out"), ("gAAAA", "Items of type `compaction`")):
         changed: Any = [{"type": "compaction", "encrypted_content": content}]
         with pytest.raises(openai.BadRequestError, match=words):
             await client.responses.create(model="mock", input=changed)

@@ -277,7 +277,7 @@ INSIDES = st.one_of(
 )
 def test_a_run_takes_what_differs_in_its_text_alone(piece: bytes, insides: list[bytes], others: list[bytes]) -> None:
     """Whatever stands where the text was: what is taken is the same chunk with another text, and all of it at the front."""
-    run = DeltaTemplate.of(piece % b"hello")
+    run = DeltaTemplate.of(piece % b"hello", "hello")
     assert run is not None
     payloads = [*(piece % inside for inside in insides), *others, piece % b"later"]
     texts = run.texts(payloads)

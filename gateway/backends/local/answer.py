@@ -100,7 +100,8 @@ class ChatWriter(Writer):
         for number, delta in enumerate(deltas):
             logprobs = _of_chat(output.logprobs) if output.logprobs and number == 0 else b"null"
             has_content = bool(output.text or output.reasoning or output.calls)
-            written.append(self._chunk(index, delta, logprobs, has_content=has_content))
+            has_words = delta.startswith(b'{"content"') and bool(output.text.strip())
+            written.append(self._chunk(index, delta, logprobs, has_content=has_content, has_words=has_words))
         if output.calls:
             self._called.add(index)
         reason: str | None = output.finish_reason
@@ -125,6 +126,7 @@ class ChatWriter(Writer):
         logprobs: bytes = b"null",
         *,
         has_content: bool = False,
+        has_words: bool = False,
         finish_reason: str | None = None,
         more: bytes = b"",
     ) -> Chunk:
@@ -137,7 +139,8 @@ class ChatWriter(Writer):
             logprobs,
             finish,
         )
-        return Chunk(data, has_content=has_content, finish_reasons=(finish_reason,) if finish_reason else ())
+        reasons = (finish_reason,) if finish_reason else ()
+        return Chunk(data, has_content=has_content, has_words=has_words, finish_reasons=reasons)
 
 
 class TextWriter(Writer):
@@ -183,7 +186,8 @@ class TextWriter(Writer):
         self._sent[index] += len(text)
         choice |= {"text": text, "logprobs": logprobs, "finish_reason": finish_reason}
         data = b'%b,"choices":[%b]}' % (self.head, _encode(choice))
-        return [Chunk(data, has_content=bool(text), finish_reasons=(finish_reason,) if finish_reason else ())]
+        reasons = (finish_reason,) if finish_reason else ()
+        return [Chunk(data, has_content=bool(text), has_words=bool(text.strip()), finish_reasons=reasons)]
 
     def usage(self, of_prompts: Sequence[local_engine.EngineUsage]) -> Chunk:
         if self._is_silent:

@@ -215,8 +215,10 @@ class OpenAIBackend:
                 b"",
                 request.upload.written(self._body(request) if passage is None else request.body),
             )
-        given = set(map(str.lower, self._headers))
-        trace = "".join(f"{name}: {value}\r\n" for name, value in request.trace if name not in given)
+        trace = ""
+        if request.trace:
+            given = set(map(str.lower, self._headers))
+            trace = "".join(f"{name}: {value}\r\n" for name, value in request.trace if name not in given)
         header_lines = (
             f"{trace}X-Request-Id: {request.request_id}\r\n{self._fields_of(request)}Content-Type: {media}\r\n"
         )

@@ -42,7 +42,7 @@ from gateway.wire.chunks import (
     to_chunk,
     with_pairs,
 )
-from gateway.wire.reader import PieceReader, Read
+from gateway.wire.reader import PieceReader
 from gateway.wire.sse import PayloadTooLarge, Splitter, events_in
 from gateway.wire.types import TOLD, Chunk
 from policies import Usage
@@ -152,7 +152,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
     async def _begin(self) -> None:
         """Connect, send, and wait for the first chunk."""
         request = self.request
-        self._answer = PieceReader(request.request_id.removeprefix("req_"))
+        self._answer.key = request.request_id.removeprefix("req_")
         self._finishes = FinishTracker(request.choices, request.prompts)
         exchange = self._exchange = self.admit(request)
         if exchange.pieces is not None:
@@ -240,7 +240,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
             if self._state is not _OVER:
                 self._at_end()
             return
-        if (failure := self._failure(body, answer)) is not None:
+        if (answer.error or answer.object == "error") and (failure := self._failure(body, answer)) is not None:
             raise fresh(failure)  # a frame that held its own error would not be freed
         if is_plain:
             self._ready.append(plain.chunk_of(body))
@@ -254,10 +254,10 @@ class OpenAIStream(msgspec.Struct, eq=False):
         self._finish()
 
     def _failure(self, data: bytes, answer: ParsedAnswer) -> BackendError | None:
-        """The error that a piece or a whole answer tells of, if it does."""
-        if answer.object == "error" or (answer.error and not answer.choices):
+        """The error that a piece or a whole answer with an error tells of; None if it tells of none."""
+        if answer.object == "error" or not answer.choices:
             return self.translate.failed(data)
-        return self.translate.in_band(msgspec.json.encode({"error": answer.error})) if answer.error else None
+        return self.translate.in_band(msgspec.json.encode({"error": answer.error}))
 
     async def _fill(self) -> None:
         """Read until a chunk, an error or the end; takes all events of each read."""
@@ -266,7 +266,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
         loop = asyncio.get_running_loop()
         since = loop.time()
         while not self._ready and self._state is not _OVER:
-            if self._state is _STREAMING and self._is_complete:
+            if self._state is _STREAMING and (self._finishes.has_any or self._passing) and self._is_complete:
                 self._state = _TAIL
                 self._arm(min(self.tail_timeout_s, self.request.idle_timeout_s))
             if self._state is not _WAITING:
@@ -346,9 +346,10 @@ class OpenAIStream(msgspec.Struct, eq=False):
         while position < len(payloads):
             if self._template is not None:
                 payloads_left = payloads[position:] if position else payloads
-                count = len(self._template.texts(payloads_left))
-                if count:
-                    self._ready.append(Chunk(b"\n".join(payloads_left[:count]), has_content=True, count=count))
+                texts = self._template.texts(payloads_left)
+                if count := len(texts):
+                    data, has_words = b"\n".join(payloads_left[:count]), not "".join(texts).isspace()
+                    self._ready.append(Chunk(data, has_content=True, has_words=has_words, count=count))
                 position += count
                 if position == len(payloads):
                     return
@@ -364,33 +365,37 @@ class OpenAIStream(msgspec.Struct, eq=False):
             return False
         if not payload:
             return True
+        reader = self._answer
         try:
-            pieces = self._answer.read(payload)
+            try:
+                payload, answer = mended(payload)
+            except msgspec.ValidationError as failure:
+                payload, answer = reader.remade(payload, failure)
         except msgspec.DecodeError as error:
             self._fail(self.translate.not_json("stream", payload, error))
             return False
-        return self._hand_on(pieces)
+        if (text := self._finishes.more_of(answer)) and not reader.held:
+            self._ready.append(Chunk(payload, has_content=True, has_words=not text.isspace()))
+            if self._templates_left:
+                self._templates_left -= 1
+                self._template = DeltaTemplate.of(payload, text)
+            return True
+        if reader.is_usual(answer):
+            return self._hand_on(payload, answer)
+        return all(self._hand_on(*piece) for piece in reader.pieces(payload, answer))
 
-    def _hand_on(self, pieces: Sequence[Read]) -> bool:
-        """Hand on what the reader made of the events; returns False if the stream is over."""
-        for payload, answer in pieces:
-            if self._finishes.is_going_on(answer):
-                self._ready.append(Chunk(payload, has_content=True))
-                if self._templates_left:
-                    self._templates_left -= 1
-                    self._template = DeltaTemplate.of(payload)
-                continue
-            if (failure := self._failure(payload, answer)) is not None:
-                self._fail(failure)
-                return False
-            if not answer.choices and answer.usage == NO_USAGE:
-                self._unanswering = payload
-            self._finishes.add(answer)
-            if self._finishes.failed_reason is not None:
-                self._unanswering = payload
-                self._fail(self._unfinished())
-                return False
-            self._ready.append(to_chunk(payload, answer))
+    def _hand_on(self, payload: bytes, answer: ParsedAnswer) -> bool:
+        """Hand on a piece as the reader made it; returns False if the stream is over."""
+        if (answer.error or answer.object == "error") and (failure := self._failure(payload, answer)) is not None:
+            self._fail(failure)
+            return False
+        if not answer.choices and answer.usage == NO_USAGE:
+            self._unanswering = payload
+        if self._finishes.add(answer) is not None:
+            self._unanswering = payload
+            self._fail(self._unfinished())
+            return False
+        self._ready.append(to_chunk(payload, answer))
         return True
 
     def _unfinished(self) -> BackendError:
@@ -422,7 +427,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
 
     def _conclude(self, *, is_told: bool = False) -> None:
         """End an answer after its last event. `is_told`: the server says so."""
-        if not self._hand_on(self._answer.rest()):
+        if self._answer.held and not all(self._hand_on(*piece) for piece in self._answer.rest()):
             return
         if self._finishes.is_finished if is_told else self._finishes.is_complete:
             self._finish()
