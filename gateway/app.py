@@ -70,6 +70,7 @@ from gateway.batches.work import BatchRunner
 from gateway.data_dir import prepare
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.deployments.shared_health import SharedHealth
+from gateway.deployments.shared_load import SharedLoad
 from gateway.exceptions import let_go
 from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
@@ -359,7 +360,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
         learning=learning,
         watch=watch,
         **_batches(settings, accounts, pipeline, metrics, routes),
-        shared_health=SharedHealth(settings, fleet.deployments, link),
+        shared_health=SharedHealth(settings, lambda: fleet.deployments, link),
         verdicts=learning.verdicts,
         reports=learning.reports,
         truth=learning.truth,
@@ -543,6 +544,9 @@ def start_loops(parts: WorkerParts, stack: AsyncExitStack) -> None:
         "responses": lambda: _every(_PURGE_EVERY_S, parts.stored_responses.purge),
         "memory": lambda: _every(_TIDY_EVERY_S, partial(_tidy, parts.pipeline)),
     }
+    if parts.fleet.replicas:
+        load = SharedLoad(parts.fleet, parts.link)
+        loops |= {"load": load.run, "replicas": load.follow}
     if parts.settings.cache.is_semantic:
         loops["judging"] = parts.learning.judging.run
         loops["truth"] = lambda: _every(_TRUTH_EVERY_S, parts.learning.look)

@@ -103,7 +103,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _is_http_url(url: str) -> bool:
+def is_http_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         has_host = bool((parts.hostname or "").encode("idna"))  # raises for what can't be a name
@@ -226,6 +226,11 @@ class DeploymentSettings(_Section):
     base_url: str | None = None
     """openai: the server's base URL, usually ending in /v1; anthropic: default Anthropic's own; both:
     `http://unix:/run/server.sock:/v1` for a server on a unix socket"""
+    replicas: list[str] = []
+    """openai, in place of `base_url`: the base URLs of equal servers of one model; a request goes to
+    the one with its prefix and with the least to do before it (see [above](#replicas));
+    `file:///path` has one in each line, and `dns://name:8000/v1` is one for each address of the name:
+    both are read again every 5 s"""
     api_key_env: str | None = None
     """the environment variable that holds the provider's key"""
     headers: dict[str, str] = {}
@@ -293,9 +298,10 @@ class DeploymentSettings(_Section):
         wrong: list[str] = []
         if self.backend == "local" and not self.engine:
             wrong.append("a local deployment needs `engine`")
-        if self.backend == "openai" and not (self.base_url and self.model):
-            wrong.append("an openai deployment needs `base_url` and `model`")
-        if self.base_url is not None and not _is_http_url(self.base_url):
+        if self.backend == "openai" and not ((self.base_url or self.replicas) and self.model):
+            wrong.append("an openai deployment needs `base_url` and `model`, or `replicas` and `model`")
+        wrong += self._wrong_replicas()
+        if self.base_url is not None and not is_http_url(self.base_url):
             wrong.append(f"base_url: found {self.base_url!r}, expected http://... or https://...")
         if self.backend == "litellm" and "//unix:/" in (self.base_url or ""):
             wrong.append("base_url: only openai and anthropic deployments reach a unix socket")
@@ -329,6 +335,16 @@ class DeploymentSettings(_Section):
                 wrong.append(f"allow_fields: found {name!r}, expected a reserved field or tool{hint}")
         _refuse(wrong)
         return self
+
+    def _wrong_replicas(self) -> list[str]:
+        wrong = [
+            f"replicas: found {url!r}, expected http(s)://host/v1, file:///path, or dns://name:port/v1"
+            for url in self.replicas
+            if not (is_http_url(url) or re.match(r"file:///.|dns://[^/?#]", url))
+        ]
+        if self.replicas and (self.backend != "openai" or self.base_url or self.passthrough):
+            wrong.append("replicas: only an openai deployment without `base_url` and `passthrough` can have some")
+        return wrong
 
 
 class ModelSettings(_Section):
@@ -756,7 +772,7 @@ class Settings(_Section):
             return []
         wrong = []
         is_written = url.isascii() and url.isprintable() and " " not in url
-        if not is_written or not _is_http_url(url) or urlsplit(url).username is not None:
+        if not is_written or not is_http_url(url) or urlsplit(url).username is not None:
             scheme = url.partition("://")[0][:20]
             wrong.append(f"{where}: found a URL of {scheme!r}, expected https://host/... without credentials")
         elif urlsplit(url).scheme == "http" and not (

@@ -21,6 +21,7 @@ from gateway.settings import DeploymentSettings
 from policies import Candidate, Cause, Demand, Estimate, Health, Price, Usage
 from policies.breaker import Asker
 from policies.prices import MicroUSD
+from policies.replicas import Backlog
 
 _TTFT_TIMEOUT_MAX_MS = 60_000.0
 _TTFT_TIMEOUT_UNLEARNED_MS = 10_000.0  # where another deployment can answer
@@ -60,11 +61,15 @@ class Deployment(Facts):
     use: str = ""  # `drained` or `disabled` by an operator
     answers: set[base.ChunkStream] = field(default_factory=set)  # under way
     prompts: dict[str, Prompts] = field(default_factory=dict)  # by operation and model
+    group: str = ""  # the deployment whose replica it is, for budgets and bills; else its own name
+    backlog: Backlog | None = None  # of a replica
+    counts_cached: bool = False  # its answers say how much of a prompt it had cached
     tokens_per_ms: float = 0.04  # of its latest answers, from their start, with the tokens that no chunk shows
     is_any_model: bool = field(init=False)  # it takes every name of a model
     lessons: Lessons = field(init=False)
 
     def __post_init__(self) -> None:
+        self.group = self.group or self.name
         self.is_any_model = "*" in (self.settings.model or "")
         self.lessons = Lessons(self.health.clock)
 
@@ -189,8 +194,13 @@ class Deployment(Facts):
         elif self.health.is_resting and not self.health.allows(asker := self.asker(demand), is_alone=is_alone):
             reason, is_denied = self.health.resting(asker)
             resting = Cause.DENIED if is_denied else Cause.HEALTH
-        figures = self.estimate.figures()
+        figures, ttft_ms = self.estimate.figures(), load.ttft_ms
         is_measured = figures.weight > 0  # a prior rejects no deployment
+        if self.backlog is not None:
+            figures, is_measured = self.backlog.judged(figures), True
+            ttft_ms = self.backlog.ttft_ms(figures, prompt_tokens)
+        elif ttft_ms is None and is_measured:
+            ttft_ms = figures.ttft_ms(prompt_tokens)
         offers = self.capabilities
         if load.may_think and self.settings.capabilities is None:  # as its engine shows
             offers = offers | {"reasoning"}
@@ -200,7 +210,7 @@ class Deployment(Facts):
             capabilities=offers,
             context_tokens_max=self._context(load, self._scope(demand)),
             output_tokens_max=load.output_tokens_max or self.output_tokens_max,
-            ttft_ms=load.ttft_ms if load.ttft_ms is not None or not is_measured else figures.ttft_ms(prompt_tokens),
+            ttft_ms=ttft_ms,
             tpot_ms=load.tpot_ms if load.tpot_ms is not None or not is_measured else figures.tpot_ms,
             resting=resting,
             health_reason=reason,
@@ -209,6 +219,8 @@ class Deployment(Facts):
             priority=self.settings.priority,
             allowed=self.allowed,
             prefill_ms_per_token=figures.prefill_ms_per_token,
+            others_ms_per_token=0.0 if self.backlog is None else figures.prefill_ms_per_token,
+            load_ms=0.0 if self.backlog is None else self.backlog.load_ms(),
             batch_factor=self.batch_factor,
         )
 
@@ -277,13 +289,15 @@ class Deployment(Facts):
 
     def ttft_timeout_s(self, prompt_tokens: int, *, is_alone: bool = True) -> float:
         """The time in seconds to wait for the first chunk: configured, else learned from this
-        deployment.
+        deployment, for the prompt and what a replica reads before it.
 
         Before it is learned it is about 10 s if another deployment can answer.
         """
         if self.settings.ttft_timeout_ms is not None:
             return self.settings.ttft_timeout_ms / 1000.0
         least_ms, most_ms = self.ttft_timeout_min_ms, _TTFT_TIMEOUT_MAX_MS
+        if self.backlog is not None:
+            prompt_tokens += self.backlog.ahead_tokens()
         unlearned_ms = most_ms if is_alone else _TTFT_TIMEOUT_UNLEARNED_MS
         if silence_ms := 1000.0 * self.dialect.silence_s:  # what it has learned tells nothing of the next thought
             least_ms = most_ms = unlearned_ms = silence_ms if is_alone else most_ms
@@ -312,7 +326,9 @@ class Deployment(Facts):
             prompts.served = max(prompts.served, min(usage.prompt_tokens, demand.prompt_tokens_max))
             if prompts.served > prompts.learned:
                 prompts.until_s = 0.0  # it has grown
-            prompt_tokens = usage.prompt_tokens - usage.cached_tokens
+            self.counts_cached |= usage.cached_tokens > 0
+            warm_tokens = usage.cached_tokens if self.counts_cached else progress.warm_tokens
+            prompt_tokens = usage.prompt_tokens - min(warm_tokens, usage.prompt_tokens)
             tokens = usage.completion_tokens
             if usage.reasoning_tokens:
                 self.may_reason = True
@@ -322,6 +338,9 @@ class Deployment(Facts):
             self.tokens_per_ms += (rate - self.tokens_per_ms) * (0.5 if figures.weight > 0 else 1.0)
         if progress.is_whole:
             ttft_ms = min(ttft_ms, figures.ttft_ms(prompt_tokens))
+        if self.backlog is not None:
+            self.backlog.answered(duration_ms - ttft_ms)
+            prompt_tokens += progress.ahead_tokens
         self.estimate.observe(ttft_ms, (duration_ms - ttft_ms) / (tokens - 1) if tokens > 1 else None, prompt_tokens)
 
     def failed(self, error: base.BackendError, asker: Asker) -> None:
@@ -336,6 +355,8 @@ class Deployment(Facts):
             case base.BackendDenied() | base.BackendRejected() | base.BackendNotAsked():
                 self.health.cancelled(asker)
             case _:
+                if self.backlog is not None and isinstance(error, base.BackendUnavailable) and error.status is None:
+                    self.backlog.has_restarted = True  # if it comes back, then without its memory
                 self.health.failed(asker, error.retry_after_s if isinstance(error, base.BackendOverloaded) else None)
 
     def note_timeout(self, prompt_tokens: int) -> None:

@@ -20,6 +20,7 @@ from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
 from gateway.journey.joint import Said, rest_of
 from gateway.journey.outcomes import Try
+from gateway.journey.queue import warm_at
 from gateway.journey.semantic import draft_of
 from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
@@ -27,6 +28,7 @@ from gateway.reserved import with_calls_bound
 from gateway.wire.types import CHAT, Chunk, opened
 from policies import Demand
 from policies.breaker import Asker
+from policies.replicas import Backlog
 
 TRIES_MAX = 8
 """The most tries of one request, at all its deployments."""
@@ -79,10 +81,22 @@ async def begin(
     progress = Progress(deployment.name, near.id if request.draft and near is not None else "")
     if said is not None:
         progress.prefix_tokens = said.tokens
+    if deployment.backlog is not None:
+        _queue_up(deployment.backlog, deployment, progress, generation)
     answered = generation.answered  # the other try of a race may have changed it
     tries = (*answered.tries, Try(deployment, progress))
     generation.answered = msgspec.structs.replace(answered, tries=tries, progress=progress, why=why)
     return UpstreamCall(deployment, request, progress, answered.demand, asker, is_probe=is_probe, flight=flight)
+
+
+def _queue_up(backlog: Backlog, replica: Deployment, progress: Progress, generation: Generation) -> None:
+    """Count a request at a replica, which reads what it does not hold of the prompt, and then holds it."""
+    serving, tokens, name = generation.answered.serving, generation.answered.demand.prompt_tokens, replica.name
+    progress.warm_tokens = warm_at(generation).get(name, 0)
+    progress.ahead_tokens = backlog.ahead_tokens(replica.estimate.figures().prefill_ms_per_token)
+    progress.queued = backlog.enter(tokens - progress.warm_tokens)
+    if serving.prefixes is not None and generation.blocks:
+        serving.prefixes.read(name, generation.blocks)
 
 
 def _request_to(
@@ -216,6 +230,7 @@ class UpstreamCall(msgspec.Struct, frozen=True, eq=False):
             raise
         except Exception:
             deployment.health.cancelled(asker)  # a bug here is no failure of the deployment
+            progress.leave()
             raise
         finally:
             try:

@@ -46,7 +46,7 @@ def need_at(alias: Alias, deployment: Deployment, demand: Demand, beyond_microus
     """What a try at `deployment` may use at most; `beyond_microusd` instead of its worst case."""
     output = alias.output_max(deployment, demand) * demand.choices
     microusd = alias.worst_case_at(deployment, demand) if beyond_microusd is None else beyond_microusd
-    return Need(microusd, demand.prompt_tokens_read + output, values={DEPLOYMENT: deployment.name})
+    return Need(microusd, demand.prompt_tokens_read + output, values={DEPLOYMENT: deployment.group})
 
 
 def _may_run_over(budget: Budget) -> bool:

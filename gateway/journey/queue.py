@@ -7,9 +7,11 @@ waits longer than `wait_max_s`, or where a deployment has room.
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 import msgspec
 
+from gateway.deployments.replicas import blocks_of
 from gateway.deployments.slots import Slots, Ticket
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
@@ -29,13 +31,28 @@ def ranking(flight: Flight, tried: frozenset[str] = _NAMES, needs: frozenset[str
     demand = answered.demand
     if needs:
         demand = msgspec.structs.replace(demand, needs=demand.needs | needs)
-    return answered.serving.route(demand, generation.looked.warm, flight.remaining_ms(), tried)
+    serving, warm = answered.serving, warm_at(generation)
+    if serving.prefixes is not None and generation.blocks:
+        shared = serving.prefixes.shared(generation.blocks, demand.prompt_tokens, warm, serving.deployments)
+        demand = msgspec.structs.replace(demand, shared=shared)
+    return serving.route(demand, warm, flight.remaining_ms(), tried)
+
+
+def warm_at(generation: Generation) -> Mapping[str, int]:
+    """The tokens of the prompt that each deployment has read of late, by its name."""
+    serving, looked = generation.answered.serving, generation.looked
+    if serving.prefixes is None:
+        return looked.warm
+    if generation.blocks is None:
+        is_salted = any(deployment.settings.is_salted for deployment in serving.deployments.values())
+        generation.blocks = blocks_of(generation.turn.body, looked.fingerprint.partition if is_salted else b"")
+    return serving.prefixes.warm(generation.blocks, generation.answered.demand.prompt_tokens)
 
 
 def note_route(generation: Generation, route: Route) -> None:
     """Set the route before the first try, for the record."""
     answered = generation.answered
-    model = answered.serving.first_choice_model(generation.turn.demand, generation.looked.warm, route)
+    model = answered.serving.first_choice_model(generation.turn.demand, warm_at(generation), route)
     generation.answered = msgspec.structs.replace(answered, route=route, first_choice_model=model)
 
 
