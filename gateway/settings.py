@@ -38,6 +38,8 @@ CAPABILITIES = frozenset(
 
 _PASSED = re.compile(r"(GET|POST|DELETE|PUT|PATCH) (/(?!\.{1,2}(/|$))([A-Za-z0-9._~:@=+-]+|\*))+")
 _REPORTS_TOKENS = re.compile(r"POST (?:/[^*]*)?/(?:responses|(?:chat/)?completions|embeddings|messages)")
+_HEADER = re.compile(r"(?!(?:host|authorization|content-|transfer-|connection))[a-z0-9_-]+", re.I)
+_SOURCE = re.compile(r"team|key|user|session|tag:.+")
 _URL_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -264,6 +266,11 @@ class DeploymentSettings(_Section):
     is_traced: bool = True
     """all but local: send it the headers `traceparent`, `tracestate` and `baggage` of a request, so
     that its spans belong to the client's trace"""
+    identity_headers: dict[str, str] = {}
+    """openai, anthropic: headers that tell an inference gateway in front of the servers whose a request
+    is, each with the source of its value: `team` or `key` (an id), `user`, `session`
+    (`prompt_cache_key`, else a digest of the dialogue's first turn), or `tag:NAME`, a tag of the
+    request; such as `x-llm-d-inference-fairness-id: team`"""
     is_salted: bool = False
     """openai: send `cache_salt`, another one for each team, to a server that knows it (vLLM,
     SGLang), so that no team can learn from its prefix cache what another one asked"""
@@ -301,6 +308,11 @@ class DeploymentSettings(_Section):
         if self.backend == "openai" and not ((self.base_url or self.replicas) and self.model):
             wrong.append("an openai deployment needs `base_url` and `model`, or `replicas` and `model`")
         wrong += self._wrong_replicas()
+        wrong += [
+            f"identity_headers: found {name!r} from {source!r}, expected a header's name and `team`, `key`, `user`, `session` or `tag:NAME`"
+            for name, source in self.identity_headers.items()
+            if not (_HEADER.fullmatch(name) and _SOURCE.fullmatch(source))
+        ]
         if self.base_url is not None and not is_http_url(self.base_url):
             wrong.append(f"base_url: found {self.base_url!r}, expected http://... or https://...")
         if self.backend == "litellm" and "//unix:/" in (self.base_url or ""):

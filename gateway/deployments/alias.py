@@ -22,6 +22,7 @@ from gateway.wire.errors import (
     ApiError,
     BadRequest,
     DeadlineExceeded,
+    DeploymentFull,
     Forbidden,
     NotFound,
     Unavailable,
@@ -211,7 +212,7 @@ class Alias:
         """
         now = self._now(demand, warm, deadline_ms, tried)
         found = policies.route(now, self._candidates(demand), self.policy)
-        if found.ranked or all(rejected.cause is not Cause.HEALTH for rejected in found.rejected):
+        if found.ranked or _RESTING.isdisjoint(rejected.cause for rejected in found.rejected):
             return found
         return policies.route(now, self._candidates(demand, is_alone=True), self.policy)
 
@@ -307,6 +308,9 @@ def _not_fetched(param: str, alias: str, hosts: Collection[str]) -> BadRequest:
 _PASSING = frozenset({Cause.DISABLED, Cause.HEALTH, Cause.DENIED, Cause.FULL})  # of the moment, not of the request
 
 
+_RESTING = frozenset({Cause.HEALTH, Cause.FULL})
+
+
 def no_route(route: Route, prompt: str) -> ApiError:
     """The error for a request that no deployment may try. `prompt` is the field with the prompt."""
     match route.cause:
@@ -319,6 +323,8 @@ def no_route(route: Route, prompt: str) -> ApiError:
             return DeadlineExceeded(sentence(route.refusal))
         case Cause.LIMIT:
             return Unavailable(sentence(route.refusal), code="no_deployment_within_limits")
+        case Cause.FULL:
+            return DeploymentFull(f"{sentence(route.refusal)}: try again later")
         case Cause.DENIED:
             return UpstreamDenied(sentence(route.refusal))
         case _:

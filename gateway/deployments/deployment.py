@@ -28,6 +28,7 @@ _TTFT_TIMEOUT_UNLEARNED_MS = 10_000.0  # where another deployment can answer
 _LEARNED_S = 600.0  # a context that has grown is found in this time
 _NEAR = 4  # a request so many times longer tells little of a context
 _SCOPES_MAX = 256
+_RESTS = {"denied": Cause.DENIED, "full": Cause.FULL}
 _OVERCOUNT_REST_S = 60.0
 
 NOT_DEARER = frozenset({"", "auto", "default", "standard", "on_demand", "flex", "batch"})
@@ -192,8 +193,8 @@ class Deployment(Facts):
         if not load.is_ready:
             resting, reason = Cause.HEALTH, load.reason
         elif self.health.is_resting and not self.health.allows(asker := self.asker(demand), is_alone=is_alone):
-            reason, is_denied = self.health.resting(asker)
-            resting = Cause.DENIED if is_denied else Cause.HEALTH
+            reason, kind = self.health.resting(asker)
+            resting = _RESTS.get(kind, Cause.HEALTH)
         figures, ttft_ms = self.estimate.figures(), load.ttft_ms
         is_measured = figures.weight > 0  # a prior rejects no deployment
         if self.backlog is not None:
@@ -349,7 +350,7 @@ class Deployment(Facts):
             case _ if self.use == "disabled":  # its answers were given up
                 self.health.cancelled(asker)
             case base.BackendDenied(mark=base.Mark() as mark):
-                if not self.health.resting(asker)[1]:
+                if self.health.resting(asker)[1] != "denied":
                     _log.warning("deployment_denied", deployment=self.name, mark=mark.value, reason=error.detail)
                 self.health.failed(asker, denial=f"{mark} (HTTP {error.status})")
             case base.BackendDenied() | base.BackendRejected() | base.BackendNotAsked():

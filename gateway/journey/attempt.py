@@ -19,6 +19,7 @@ from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
 from gateway.journey.joint import Said, rest_of
+from gateway.journey.needs import identity_headers
 from gateway.journey.outcomes import Try
 from gateway.journey.queue import warm_at
 from gateway.journey.semantic import draft_of
@@ -125,6 +126,10 @@ def _request_to(
     dialect = deployment.spoken() if dialect is None else dialect
     body = with_length(body, dialect, turn.kind, tokens)
     is_translated = _is_translated(deployment, turn)
+    trace = turn.trace if deployment.settings.is_traced else ()
+    if sources := deployment.settings.identity_headers:
+        first_turn = generation.looked.fingerprint.chain[0]
+        trace += identity_headers(sources, generation.identity, turn.body, turn.labels, first_turn)
     body, names = fitted(body, dialect) if turn.kind is CHAT and (native is None or is_translated) else (body, {})
     return BackendRequest(
         body=body,
@@ -144,7 +149,7 @@ def _request_to(
         dialect=dialect,
         names=names,
         is_translated=bool(names) or is_translated,
-        trace=turn.trace if deployment.settings.is_traced else (),
+        trace=trace,
     )
 
 

@@ -19,6 +19,8 @@ from gateway.wire.errors import DeploymentFull, sentence
 from policies import Cause, Route
 
 WAIT_MAX_S = 60.0
+_SAID_FULL_S = 2.0  # as long as a request pauses that was refused itself
+_POLL_S = 0.1
 _NAMES: frozenset[str] = frozenset()
 
 
@@ -73,8 +75,17 @@ async def routed(
     deployments = generation.answered.serving.deployments
     began, called = time.perf_counter(), None
     try:
-        while not route.ranked and (names := _full(route)):
+        while not route.ranked and (full := _full(route)):
             left_s = began + wait_max_s - time.perf_counter()
+            names = [name for name in full if deployments[name].slots.is_full]
+            if not names:  # they said so themselves, and when they will have room
+                demand = generation.answered.demand
+                rest_s = min([deployments[name].health.rest_s(deployments[name].asker(demand)) for name in full])
+                if rest_s > left_s - wait_max_s + _SAID_FULL_S:
+                    return route
+                await asyncio.sleep(max(rest_s, _POLL_S))
+                route = ranking(flight, tried, needs)
+                continue
             slots = [deployments[name].slots for name in names]
             called = await _call(generation.identity.team.id, slots, left_s, called) if left_s > 0 else None
             if called is None:
