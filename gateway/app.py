@@ -71,6 +71,7 @@ from gateway.data_dir import prepare
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.deployments.shared_health import SharedHealth
 from gateway.deployments.shared_load import SharedLoad
+from gateway.deployments.shared_slots import SharedSlots
 from gateway.exceptions import let_go
 from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
@@ -547,6 +548,8 @@ def start_loops(parts: WorkerParts, stack: AsyncExitStack) -> None:
     if parts.fleet.replicas:
         load = SharedLoad(parts.fleet, parts.link)
         loops |= {"load": load.run, "replicas": load.follow}
+    if any(deployment.settings.concurrency_max for deployment in parts.fleet.deployments):
+        loops["slots"] = SharedSlots(parts.fleet, parts.link, parts.settings.workers).run
     if parts.settings.cache.is_semantic:
         loops["judging"] = parts.learning.judging.run
         loops["truth"] = lambda: _every(_TRUTH_EVERY_S, parts.learning.look)

@@ -291,9 +291,9 @@ class DeploymentSettings(_Section):
     idle_timeout_ms: int = Field(60_000, gt=0)
     """longest silence inside a stream before it counts as broken; default of OpenAI's reasoning
     models: 600 s"""
-    concurrency_max: int = Field(1_000, gt=0)
-    """requests that run at this deployment at once, per worker; openai, anthropic: and connections
-    kept"""
+    concurrency_max: int | None = Field(None, gt=0)
+    """requests that run at this deployment, or at each of its replicas, at once, over all workers and
+    hosts; default: 1,000 in each worker"""
     queue_max: int = Field(1_000, ge=0)
     """requests that wait, per worker, for one of these places if no other deployment has one;
     further ones get 503 `deployment_full`"""

@@ -52,8 +52,8 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2350, "gateway/accounts": 2500, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 4250,
-    "gateway/backends": 2950, "gateway/batches": 1160, "gateway/deployments": 1620, "gateway/journey": 3050,
+    "gateway": 2360, "gateway/accounts": 2500, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 4250,
+    "gateway/backends": 2950, "gateway/batches": 1160, "gateway/deployments": 1730, "gateway/journey": 3060,
     "gateway/learning": 1510, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 610,
     "gateway/wire": 2170, "cache": 1070, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1240,
     "cache/semantic": 1110, "cache/verdicts": 590, "cache/worker": 560, "policies": 2410, "local_engine": 2270,
@@ -80,6 +80,7 @@ FILE_LINES_MAX = {"gateway/pipeline.py": 350, "gateway/journey/": 300}
 STRUCT_FIELDS_MAX = 25
 # Structs with more fields, each with what its fields are.
 BIG_STRUCTS: dict[str, str] = {
+    "gateway/settings.py:DeploymentSettings": "the file's section of a deployment",
     "policies/routing.py:Demand": "all that routes and costs depend on of one request",
     "gateway/settings.py:Settings": "the top of the file of settings",
 }

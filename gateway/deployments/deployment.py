@@ -216,7 +216,7 @@ class Deployment(Facts):
             resting=resting,
             health_reason=reason,
             use=self.use,
-            full_at=self.slots.slots_max if self.slots.is_full else 0,
+            full_at=self.slots.slots_max if self.slots.is_full and not self.slots.is_short else 0,
             priority=self.settings.priority,
             allowed=self.allowed,
             prefill_ms_per_token=figures.prefill_ms_per_token,

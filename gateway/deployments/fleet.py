@@ -15,7 +15,7 @@ from cache import SemanticClient
 from gateway.backends.base import Backend
 from gateway.backends.embedder import EmbedderBackend
 from gateway.deployments.alias import Alias
-from gateway.deployments.build import Facts, build_backend, describe
+from gateway.deployments.build import SLOTS_DEFAULT, Facts, build_backend, describe
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.replicas import Replicas
 from gateway.deployments.slots import Slots
@@ -186,6 +186,6 @@ def _deployed(
         settings=settings,
         health=Health(clock, random.random),
         estimate=Estimate(clock),
-        slots=Slots(settings.concurrency_max, settings.queue_max),
+        slots=Slots(settings.concurrency_max or SLOTS_DEFAULT, settings.queue_max),
         **facts.by_name(),
     )

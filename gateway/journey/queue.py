@@ -68,11 +68,13 @@ async def routed(
 
     Raises DeploymentFull if a queue is full, or the wait too long.
     """
-    route = ranking(flight, tried, needs)
+    route, generation = ranking(flight, tried, needs), flight.generation
+    deployments = generation.answered.serving.deployments
+    while route.ranked and (first := deployments[route.ranked[0].name].slots).is_short:
+        await first.ask()
+        route = ranking(flight, tried, needs)
     if route.ranked or not _full(route):
         return route
-    generation = flight.generation
-    deployments = generation.answered.serving.deployments
     began, called = time.perf_counter(), None
     try:
         while not route.ranked and (full := _full(route)):

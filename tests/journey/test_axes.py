@@ -237,7 +237,8 @@ async def test_an_inference_gateway_hears_whose_a_request_is(world: World, team:
     more = [*said, {"role": "assistant", "content": "a"}, {"role": "user", "content": "second"}]
     await world.ask(model="behind", key=team.key, messages=said, user="zoë", metadata={"priority": "high"})
     await world.ask(model="behind", key=team.key, messages=more)
-    await world.ask(model="behind", key=team.key, messages=more, prompt_cache_key="of the client's")
+    third_turn = [*more, {"role": "assistant", "content": "b"}, {"role": "user", "content": "third"}]
+    await world.ask(model="behind", key=team.key, messages=third_turn, prompt_cache_key="of the client's")
     first, second, third = (dict(call.trace) for call in world.backends["behind"].calls)
     assert (first["x-user"], first["x-objective"]) == ("zo%C3%AB", "high")
     assert first["x-fairness"] == second["x-fairness"] != ""
