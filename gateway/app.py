@@ -340,7 +340,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     )
     return WorkerParts(
         settings=settings,
-        guard=_guard(settings, accounts, metrics),
+        guard=_guard(settings, accounts, metrics, link),
         link=link,
         accounts=accounts,
         ledger=ledger,
@@ -438,9 +438,10 @@ async def _show_first_key(accounts: Accounts, settings: Settings) -> None:
         print(f"  API key    {shown} (shown this once; team `default`)", flush=True)
 
 
-def _guard(settings: Settings, accounts: Accounts, metrics: Metrics) -> Guard:
+def _guard(settings: Settings, accounts: Accounts, metrics: Metrics, link: RedisLink) -> Guard:
     sessions = Sessions(accounts.database, time.time)
-    return Guard(settings, sessions, lambda endpoint, outcome: metrics.add(m.WRONG_KEYS, 1, endpoint, outcome))
+    count = lambda endpoint, outcome: metrics.add(m.WRONG_KEYS, 1, endpoint, outcome)  # noqa: E731
+    return Guard(settings, sessions, count, redis=link)
 
 
 def _cache_limits(settings: Settings) -> CacheLimits:

@@ -20,6 +20,7 @@ from gateway.loggers import get_logger
 from gateway.settings import DeploymentSettings
 from policies import Candidate, Cause, Demand, Estimate, Health, Price, Usage
 from policies.breaker import Asker
+from policies.estimate import Figures
 from policies.prices import MicroUSD
 from policies.replicas import Backlog
 
@@ -195,23 +196,18 @@ class Deployment(Facts):
         elif self.health.is_resting and not self.health.allows(asker := self.asker(demand), is_alone=is_alone):
             reason, kind = self.health.resting(asker)
             resting = _RESTS.get(kind, Cause.HEALTH)
-        figures, ttft_ms = self.estimate.figures(), load.ttft_ms
+        figures = self.estimate.figures()
         is_measured = figures.weight > 0  # a prior rejects no deployment
-        if self.backlog is not None:
-            figures, is_measured = self.backlog.judged(figures), True
-            ttft_ms = self.backlog.ttft_ms(figures, prompt_tokens)
-        elif ttft_ms is None and is_measured:
-            ttft_ms = figures.ttft_ms(prompt_tokens)
         offers = self.capabilities
         if load.may_think and self.settings.capabilities is None:  # as its engine shows
             offers = offers | {"reasoning"}
-        return Candidate(
+        candidate = Candidate(
             name=self.name,
             price=self.price,
             capabilities=offers,
             context_tokens_max=self._context(load, self._scope(demand)),
             output_tokens_max=load.output_tokens_max or self.output_tokens_max,
-            ttft_ms=ttft_ms,
+            ttft_ms=load.ttft_ms if load.ttft_ms is not None or not is_measured else figures.ttft_ms(prompt_tokens),
             tpot_ms=load.tpot_ms if load.tpot_ms is not None or not is_measured else figures.tpot_ms,
             resting=resting,
             health_reason=reason,
@@ -220,10 +216,9 @@ class Deployment(Facts):
             priority=self.settings.priority,
             allowed=self.allowed,
             prefill_ms_per_token=figures.prefill_ms_per_token,
-            others_ms_per_token=0.0 if self.backlog is None else figures.prefill_ms_per_token,
-            load_ms=0.0 if self.backlog is None else self.backlog.load_ms(),
             batch_factor=self.batch_factor,
         )
+        return candidate if self.backlog is None else _behind(candidate, self.backlog, figures, prompt_tokens)
 
     def _context(self, load: base.Load, scope: str) -> int | None:
         context_tokens, prompts = load.context_tokens_max or self.context_tokens_max, self.prompts.get(scope)
@@ -327,9 +322,7 @@ class Deployment(Facts):
             prompts.served = max(prompts.served, min(usage.prompt_tokens, demand.prompt_tokens_max))
             if prompts.served > prompts.learned:
                 prompts.until_s = 0.0  # it has grown
-            self.counts_cached |= usage.cached_tokens > 0
-            warm_tokens = usage.cached_tokens if self.counts_cached else progress.warm_tokens
-            prompt_tokens = usage.prompt_tokens - min(warm_tokens, usage.prompt_tokens)
+            prompt_tokens = usage.prompt_tokens - usage.cached_tokens
             tokens = usage.completion_tokens
             if usage.reasoning_tokens:
                 self.may_reason = True
@@ -341,7 +334,9 @@ class Deployment(Facts):
             ttft_ms = min(ttft_ms, figures.ttft_ms(prompt_tokens))
         if self.backlog is not None:
             self.backlog.answered(duration_ms - ttft_ms)
-            prompt_tokens += progress.ahead_tokens
+            self.counts_cached |= usage is not None and usage.cached_tokens > 0
+            warm_tokens = 0 if self.counts_cached else progress.warm_tokens
+            prompt_tokens += progress.ahead_tokens - min(warm_tokens, prompt_tokens)
         self.estimate.observe(ttft_ms, (duration_ms - ttft_ms) / (tokens - 1) if tokens > 1 else None, prompt_tokens)
 
     def failed(self, error: base.BackendError, asker: Asker) -> None:
@@ -367,3 +362,16 @@ class Deployment(Facts):
         can answer, the time-out stays, so that a deployment that hangs delays no request.
         """
         self.estimate.observe_timeout(1000.0 * self.ttft_timeout_s(prompt_tokens), prompt_tokens)
+
+
+def _behind(candidate: Candidate, backlog: Backlog, measured: Figures, prompt_tokens: int) -> Candidate:
+    """A replica as a candidate, behind its backlog."""
+    figures = backlog.judged(measured)
+    return msgspec.structs.replace(
+        candidate,
+        ttft_ms=backlog.ttft_ms(figures, prompt_tokens),
+        tpot_ms=figures.tpot_ms,
+        prefill_ms_per_token=figures.prefill_ms_per_token,
+        others_ms_per_token=figures.prefill_ms_per_token,
+        load_ms=backlog.load_ms(),
+    )

@@ -105,7 +105,8 @@ class Progress(msgspec.Struct):
         `is_denial`: the refusal is permanent.
         """
         duration_ms = self.elapsed_ms()
-        self.leave()
+        if self.queued is not None:
+            self.leave()
         self.attempt = Attempt(self.deployment, outcome, duration_ms, is_refusal, is_denial, mended=self.mended)
 
     def leave(self) -> None:

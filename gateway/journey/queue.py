@@ -33,9 +33,11 @@ def ranking(flight: Flight, tried: frozenset[str] = _NAMES, needs: frozenset[str
     demand = answered.demand
     if needs:
         demand = msgspec.structs.replace(demand, needs=demand.needs | needs)
-    serving, warm = answered.serving, warm_at(generation)
-    if serving.prefixes is not None and generation.blocks:
-        shared = serving.prefixes.shared(generation.blocks, demand.prompt_tokens, warm, serving.deployments)
+    serving = answered.serving
+    warm: Mapping[str, int] = generation.looked.warm
+    if serving.prefixes is not None:
+        warm = warm_at(generation)
+        shared = serving.prefixes.shared(generation.blocks or (), demand.prompt_tokens, warm, serving.deployments)
         demand = msgspec.structs.replace(demand, shared=shared)
     return serving.route(demand, warm, flight.remaining_ms(), tried)
 
@@ -68,13 +70,11 @@ async def routed(
 
     Raises DeploymentFull if a queue is full, or the wait too long.
     """
-    route, generation = ranking(flight, tried, needs), flight.generation
-    deployments = generation.answered.serving.deployments
-    while route.ranked and (first := deployments[route.ranked[0].name].slots).is_short:
-        await first.ask()
-        route = ranking(flight, tried, needs)
+    route = ranking(flight, tried, needs)
     if route.ranked or not _full(route):
         return route
+    generation = flight.generation
+    deployments = generation.answered.serving.deployments
     began, called = time.perf_counter(), None
     try:
         while not route.ranked and (full := _full(route)):
