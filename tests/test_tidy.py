@@ -68,7 +68,6 @@ SMALL_FILES: dict[str, str] = {
     "cache/semantic/sketches.py": "it bounds the memory of what the judge of prose keeps",
     "cache/worker/judging.py": "the other half of the worker, without its socket",
     "cache/decision/normal_form.py": "read by the gateway, which imports no numpy",
-    "gateway/admin/guesses.py": "one mechanism with tests of its own",
     "gateway/admin/parquet.py": "a format of its own, by an extra",
     "gateway/worker.py": "a process",
     "gateway/deployments/server_metrics.py": "others' names, by their kind and version",
