@@ -70,6 +70,8 @@ from gateway.batches.work import BatchRunner
 from gateway.data_dir import prepare
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.deployments.shared_health import SharedHealth
+from gateway.deployments.shared_load import SharedLoad
+from gateway.deployments.shared_slots import SharedSlots
 from gateway.exceptions import let_go
 from gateway.journey.budget import Money
 from gateway.journey.rate_limits import Limits
@@ -338,7 +340,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     )
     return WorkerParts(
         settings=settings,
-        guard=_guard(settings, accounts, metrics),
+        guard=_guard(settings, accounts, metrics, link),
         link=link,
         accounts=accounts,
         ledger=ledger,
@@ -359,7 +361,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
         learning=learning,
         watch=watch,
         **_batches(settings, accounts, pipeline, metrics, routes),
-        shared_health=SharedHealth(settings, fleet.deployments, link),
+        shared_health=SharedHealth(settings, lambda: fleet.deployments, link),
         verdicts=learning.verdicts,
         reports=learning.reports,
         truth=learning.truth,
@@ -436,9 +438,10 @@ async def _show_first_key(accounts: Accounts, settings: Settings) -> None:
         print(f"  API key    {shown} (shown this once; team `default`)", flush=True)
 
 
-def _guard(settings: Settings, accounts: Accounts, metrics: Metrics) -> Guard:
+def _guard(settings: Settings, accounts: Accounts, metrics: Metrics, link: RedisLink) -> Guard:
     sessions = Sessions(accounts.database, time.time)
-    return Guard(settings, sessions, lambda endpoint, outcome: metrics.add(m.WRONG_KEYS, 1, endpoint, outcome))
+    count = lambda endpoint, outcome: metrics.add(m.WRONG_KEYS, 1, endpoint, outcome)  # noqa: E731
+    return Guard(settings, sessions, count, redis=link)
 
 
 def _cache_limits(settings: Settings) -> CacheLimits:
@@ -543,6 +546,11 @@ def start_loops(parts: WorkerParts, stack: AsyncExitStack) -> None:
         "responses": lambda: _every(_PURGE_EVERY_S, parts.stored_responses.purge),
         "memory": lambda: _every(_TIDY_EVERY_S, partial(_tidy, parts.pipeline)),
     }
+    if parts.fleet.replicas:
+        load = SharedLoad(parts.fleet, parts.link)
+        loops |= {"load": load.run, "replicas": load.follow}
+    if any(deployment.settings.concurrency_max for deployment in parts.fleet.deployments):
+        loops["slots"] = SharedSlots(parts.fleet, parts.link, parts.settings.workers).run
     if parts.settings.cache.is_semantic:
         loops["judging"] = parts.learning.judging.run
         loops["truth"] = lambda: _every(_TRUTH_EVERY_S, parts.learning.look)

@@ -38,6 +38,8 @@ CAPABILITIES = frozenset(
 
 _PASSED = re.compile(r"(GET|POST|DELETE|PUT|PATCH) (/(?!\.{1,2}(/|$))([A-Za-z0-9._~:@=+-]+|\*))+")
 _REPORTS_TOKENS = re.compile(r"POST (?:/[^*]*)?/(?:responses|(?:chat/)?completions|embeddings|messages)")
+_HEADER = re.compile(r"(?!(?:host|authorization|content-|transfer-|connection))[a-z0-9_-]+", re.I)
+_SOURCE = re.compile(r"team|key|user|session|tag:.+")
 _URL_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -103,7 +105,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _is_http_url(url: str) -> bool:
+def is_http_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         has_host = bool((parts.hostname or "").encode("idna"))  # raises for what can't be a name
@@ -226,6 +228,11 @@ class DeploymentSettings(_Section):
     base_url: str | None = None
     """openai: the server's base URL, usually ending in /v1; anthropic: default Anthropic's own; both:
     `http://unix:/run/server.sock:/v1` for a server on a unix socket"""
+    replicas: list[str] = []
+    """openai, in place of `base_url`: the base URLs of equal servers of one model; a request goes to
+    the one with its prefix and with the least to do before it (see [above](#replicas));
+    `file:///path` has one in each line, and `dns://name:8000/v1` is one for each address of the name:
+    both are read again every 5 s"""
     api_key_env: str | None = None
     """the environment variable that holds the provider's key"""
     headers: dict[str, str] = {}
@@ -259,6 +266,11 @@ class DeploymentSettings(_Section):
     is_traced: bool = True
     """all but local: send it the headers `traceparent`, `tracestate` and `baggage` of a request, so
     that its spans belong to the client's trace"""
+    identity_headers: dict[str, str] = {}
+    """openai, anthropic: headers that tell an inference gateway in front of the servers whose a request
+    is, each with the source of its value: `team` or `key` (an id), `user`, `session`
+    (`prompt_cache_key`, else a digest of the dialogue's first turn), or `tag:NAME`, a tag of the
+    request; such as `x-llm-d-inference-fairness-id: team`"""
     is_salted: bool = False
     """openai: send `cache_salt`, another one for each team, to a server that knows it (vLLM,
     SGLang), so that no team can learn from its prefix cache what another one asked"""
@@ -279,9 +291,9 @@ class DeploymentSettings(_Section):
     idle_timeout_ms: int = Field(60_000, gt=0)
     """longest silence inside a stream before it counts as broken; default of OpenAI's reasoning
     models: 600 s"""
-    concurrency_max: int = Field(1_000, gt=0)
-    """requests that run at this deployment at once, per worker; openai, anthropic: and connections
-    kept"""
+    concurrency_max: int | None = Field(None, gt=0)
+    """requests that run at this deployment, or at each of its replicas, at once, over all workers and
+    hosts; default: 1,000 in each worker"""
     queue_max: int = Field(1_000, ge=0)
     """requests that wait, per worker, for one of these places if no other deployment has one;
     further ones get 503 `deployment_full`"""
@@ -293,9 +305,15 @@ class DeploymentSettings(_Section):
         wrong: list[str] = []
         if self.backend == "local" and not self.engine:
             wrong.append("a local deployment needs `engine`")
-        if self.backend == "openai" and not (self.base_url and self.model):
-            wrong.append("an openai deployment needs `base_url` and `model`")
-        if self.base_url is not None and not _is_http_url(self.base_url):
+        if self.backend == "openai" and not ((self.base_url or self.replicas) and self.model):
+            wrong.append("an openai deployment needs `base_url` and `model`, or `replicas` and `model`")
+        wrong += self._wrong_replicas()
+        wrong += [
+            f"identity_headers: found {name!r} from {source!r}, expected a header's name and `team`, `key`, `user`, `session` or `tag:NAME`"
+            for name, source in self.identity_headers.items()
+            if not (_HEADER.fullmatch(name) and _SOURCE.fullmatch(source))
+        ]
+        if self.base_url is not None and not is_http_url(self.base_url):
             wrong.append(f"base_url: found {self.base_url!r}, expected http://... or https://...")
         if self.backend == "litellm" and "//unix:/" in (self.base_url or ""):
             wrong.append("base_url: only openai and anthropic deployments reach a unix socket")
@@ -329,6 +347,16 @@ class DeploymentSettings(_Section):
                 wrong.append(f"allow_fields: found {name!r}, expected a reserved field or tool{hint}")
         _refuse(wrong)
         return self
+
+    def _wrong_replicas(self) -> list[str]:
+        wrong = [
+            f"replicas: found {url!r}, expected http(s)://host/v1, file:///path, or dns://name:port/v1"
+            for url in self.replicas
+            if not (is_http_url(url) or re.match(r"file:///.|dns://[^/?#]", url))
+        ]
+        if self.replicas and (self.backend != "openai" or self.base_url or self.passthrough):
+            wrong.append("replicas: only an openai deployment without `base_url` and `passthrough` can have some")
+        return wrong
 
 
 class ModelSettings(_Section):
@@ -758,7 +786,7 @@ class Settings(_Section):
             return []
         wrong = []
         is_written = url.isascii() and url.isprintable() and " " not in url
-        if not is_written or not _is_http_url(url) or urlsplit(url).username is not None:
+        if not is_written or not is_http_url(url) or urlsplit(url).username is not None:
             scheme = url.partition("://")[0][:20]
             wrong.append(f"{where}: found a URL of {scheme!r}, expected https://host/... without credentials")
         elif urlsplit(url).scheme == "http" and not (

@@ -32,6 +32,8 @@ from policies.durations import duration_s
 _NODES_MAX = 256
 CALLERS_MAX = 16
 _ANY = "*"
+_FULL = "it is full and asked to be left alone"
+_IS_FULL = "~"  # ends the unit of a failure that means no more than that
 _is_open = attrgetter("is_open")
 
 
@@ -135,8 +137,17 @@ class Breaker:
 
     @property
     def is_failing(self) -> bool:
-        """Whether the last outcome was a failure, or the breaker is still open."""
-        return self.is_open or bool(self._row)
+        """Whether the last outcome was a failure, or the breaker is still open; a full deployment does
+        not fail.
+        """
+        if self.is_open:
+            return not self.is_full
+        return not all(f"{_IS_FULL}|" in entry for entry in self._row)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is open because the deployment has no room."""
+        return self.is_open and self._cause == _FULL and not self.denial
 
     @property
     def is_to_be_sent(self) -> bool:
@@ -147,6 +158,11 @@ class Breaker:
     def has_news(self) -> bool:
         """Whether it has failed, opened or closed since its last exchange with other processes."""
         return self._has_changed or bool(self._row_since)
+
+    @property
+    def rest_s(self) -> float:
+        """The seconds until a call may begin, or probe it; 0 if one may now."""
+        return 0.0 if self._open_until is None else max(0.0, self._open_until - self._clock())
 
     @property
     def is_probed(self) -> bool:
@@ -199,7 +215,7 @@ class Breaker:
         after a denial ends that denial.
         """
         self._has_succeeded = self.was_good = True
-        if not self.is_failing:
+        if not (self.is_open or self._row):
             return
         is_proof = not self.denial or self._proves(unit)
         self._row, self._row_since = [], []
@@ -223,14 +239,15 @@ class Breaker:
         breaker.
         """
         is_probe = is_probe or self.is_probe(unit)
-        limits, entry = self._limits, f"{unit}|{shape}"
+        is_full = retry_after_s is not None and retry_after_s > 0 and not denial
+        limits, entry = self._limits, f"{unit}{_IS_FULL if is_full else ''}|{shape}"
         if entry not in self._row:
             self._row = [*self._row, entry][-self._row_max :]
             self._row_since.append(entry)
         in_a_row = len(self._row)
         is_enough = in_a_row >= limits.failures_max
         if retry_after_s is not None and retry_after_s > 0 and (is_enough or not self._of_all):
-            self.rest(retry_after_s, "it asked to be left alone")
+            self.rest(retry_after_s, _FULL)
         elif is_probe:
             self._back_off("its last probe failed", denial)
         elif self._open_until is not None:
@@ -411,10 +428,17 @@ class Health:
             if breaker is not None and breaker.is_probe(asker.request if " " in path else asker.caller):
                 yield f"{path}:{breaker.version}"
 
-    def resting(self, asker: Asker) -> tuple[str, bool]:
-        """The reason why a call may not begin, and whether that is a denial."""
+    def resting(self, asker: Asker) -> tuple[str, str]:
+        """The reason why a call may not begin, and whether that is `denied` or `full`; else empty."""
         resting = [breaker for breaker, unit, shape in self._of(asker) if not breaker.allows(unit, shape)]
-        return (resting[0].reason, bool(resting[0].denial) and not resting[0].is_probed) if resting else ("", False)
+        if not resting:
+            return "", ""
+        first = resting[0]
+        return first.reason, "full" if first.is_full else "denied" if first.denial and not first.is_probed else ""
+
+    def rest_s(self, asker: Asker) -> float:
+        """The seconds until a call may begin, or probe whether it is back."""
+        return max([breaker.rest_s for breaker, _, _ in self._of(asker)], default=0.0)
 
     def succeeded(self, asker: Asker) -> None:
         """Report a success. If it closes the shared breaker, it resets each caller's breaker."""
@@ -428,8 +452,8 @@ class Health:
                     breaker.reset()
 
     def accepted(self, asker: Asker) -> None:
-        """Report that the deployment accepted a still running call, which ends a denial."""
-        if any(breaker.denial for breaker, _, _ in self._of(asker)):
+        """Report that the deployment accepted a still running call: it denies none now, and has room."""
+        if any(breaker.denial or breaker.is_full for breaker, _, _ in self._of(asker)):
             self.succeeded(asker)
 
     def failed(self, asker: Asker, retry_after_s: float | None = None, denial: str = "") -> None:

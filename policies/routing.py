@@ -12,6 +12,15 @@ known to hold warm (0 if unknown), `p` the prompt tokens, `o` the expected outpu
     ttft     = predicted TTFT of the whole prompt - w * prefill time per token      (never below a twentieth of it)
     total    = ttft + o * tpot
 
+Of equal replicas `total` also counts what a choice does to other requests: they wait while `p - w`
+is read, but for the `s` tokens of it that later prompts find read, and answers under way slow each
+other:
+
+    total   += load + prefill time of (p - w) tokens - 2 * prefill time of s tokens
+
+so that a prompt goes where its prefix is, unless the queue there costs more than to read it again,
+and a prefix of many prompts spreads (as "exploitation and exploration" in Preble, arXiv 2407.00023).
+
 `cheapest` orders by cost, then total; `fastest` by total, then cost; `balanced` by
 
     score = ln((cost + 100 µUSD) / 100 µUSD) + ln((total + 100 ms) / 100 ms)
@@ -57,7 +66,8 @@ class Demand(msgspec.Struct, frozen=True):
     `output_tokens_max` bounds the answer. If the caller set it (`is_output_asked`), a deployment
     with a lower bound is rejected; otherwise the bound shrinks to the deployment's. It is no wish
     where the caller had to set one (`is_output_bound`). `warm` maps a
-    deployment's name to the prompt tokens that it read last; `excluded` are the names already
+    deployment's name to the prompt tokens that it read last, and `shared` to those of the others that
+    it would hold for later prompts; `excluded` are the names already
     tried. `choices` answers are generated in parallel: each costs its own output, and together they
     take the time of one answer. Output tokens are counted per choice. `prompt_tokens` is the
     expected length of the prompt, `prompt_tokens_min` its certain length (None: the same). Only a
@@ -80,6 +90,7 @@ class Demand(msgspec.Struct, frozen=True):
     output_tokens_expected: int
     needs: frozenset[str] = frozenset()
     warm: Mapping[str, int] = {}
+    shared: Mapping[str, int] = {}
     ttft_deadline_ms: float | None = None
     excluded: frozenset[str] = frozenset()
     is_output_asked: bool = True
@@ -136,7 +147,8 @@ class Candidate(msgspec.Struct, frozen=True):
     request now: HEALTH, or DENIED if it refuses every request until an operator mends it. `use` is
     `drained` or `disabled` if an operator took it out of use. `full_at` is the number of requests
     that it may run, if that many run; else 0. A line of a batch costs `batch_factor` millionths of
-    the price.
+    the price. Of a replica each token that it reads makes others wait for `others_ms_per_token`, and
+    `load_ms` is what the answers under way there take from one more.
     """
 
     name: str
@@ -152,6 +164,8 @@ class Candidate(msgspec.Struct, frozen=True):
     use: str = ""
     priority: int = 0
     prefill_ms_per_token: float = 0.0
+    others_ms_per_token: float = 0.0
+    load_ms: float = 0.0
     allowed: frozenset[str] = frozenset()
     batch_factor: int = 1_000_000
 
@@ -289,6 +303,9 @@ def _forecast(
     if demand.is_batch:
         cost = -(-cost * candidate.batch_factor // 1_000_000)
     total_ms = ttft_ms + tpot_ms * expected
+    if candidate.others_ms_per_token:
+        lasting = 2 * demand.shared.get(candidate.name, 0)
+        total_ms += candidate.load_ms + candidate.others_ms_per_token * (demand.prompt_tokens - warm - lasting)
     why = f"{cost} µUSD, TTFT {ttft_ms:.0f} ms, {total_ms:.0f} ms in all"
     if warm:
         why += f", {warm} of {demand.prompt_tokens} prompt tokens warm"

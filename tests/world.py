@@ -90,6 +90,7 @@ from policies.breaker import Asker
 from policies.holds import LEDGER_LOCK, LEDGER_STREAM
 from tests.services import RedisServer
 
+IDENTITY_HEADERS = {"x-fairness": "team", "X-Objective": "tag:priority", "x-session": "session", "x-user": "user"}
 KEY = "sk-sw-world-0123456789abcdef0123456789abcdef"
 TOO_DEEP = (
     495 if sys.version_info < (3, 12) else 1500
@@ -178,6 +179,7 @@ class Call:
     whole_timeout_s: float
     model: str = ""
     native: Native | None = None
+    trace: tuple[tuple[str, str], ...] = ()
     steps: int = 0  # of its script that were asked for
     is_cancelled: bool = False  # while it was at work
     is_closed: bool = False
@@ -242,6 +244,7 @@ class ScriptedBackend:
             ttft_timeout_s=request.ttft_timeout_s,
             whole_timeout_s=request.whole_timeout_s,
             model=request.model,
+            trace=request.trace,
             native=request.native,
         )
         self.calls.append(call)
@@ -869,6 +872,14 @@ class World:
         """Requests that wait for a place at a deployment."""
         return self._deployment(deployment).slots.waiting
 
+    def is_resting(self, deployment: str) -> bool:
+        """Whether a breaker of a deployment is open."""
+        return self._deployment(deployment).health.is_resting
+
+    def is_available(self, deployment: str) -> bool | None:
+        """Whether a deployment answers, by its last call."""
+        return self._deployment(deployment).is_available
+
     def is_probed_elsewhere(self, deployment: str) -> None:
         """Another worker has the right to probe a deployment, as long as it rests."""
 
@@ -1024,6 +1035,7 @@ MODELS: dict[str, Any] = {
     },
     "narrow": {"deployments": [deployment("narrow", context_tokens_max=50)]},
     "simple": {"deployments": [deployment("simple", capabilities=[])]},
+    "behind": {"deployments": [deployment("behind", identity_headers=IDENTITY_HEADERS)]},
     "small-room": {"deployments": [deployment("small-room", concurrency_max=2, queue_max=3)]},
     "rooms": {
         "policy": "cheapest",

@@ -33,7 +33,7 @@ from cache import CacheUnavailable
 from gateway import accounts
 from gateway.accounts.database import is_down
 from gateway.accounts.sessions import Sessions
-from gateway.admin.guesses import Guesses
+from gateway.admin.guesses import SharedGuesses
 from gateway.exceptions import let_go
 from gateway.loggers import get_logger
 from gateway.settings import Settings
@@ -49,6 +49,7 @@ from gateway.wire.errors import (
     sentence,
 )
 from gateway.wire.requests import decode_strictly, in_json_words
+from policies.redis import RedisCommands
 
 COOKIE = "sameway_admin"
 SESSION_S = 12 * 3_600
@@ -101,7 +102,7 @@ class Guard:
     """Checks requests by the keys in `settings`.
 
     `sessions` are those of all processes; `count` counts refused keys, by endpoint and outcome;
-    `clock` gives steady seconds.
+    `clock` gives steady seconds; `redis` has the wrong keys that other workers saw.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Guard:
         sessions: Sessions,
         count: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
+        redis: RedisCommands | None = None,
     ) -> None:
         if not settings.admin_key:
             raise ValueError("the admin plane needs an admin key")
@@ -124,15 +126,15 @@ class Guard:
         ).digest()
         self._sessions = sessions
         self._count = count
-        self._guesses = Guesses(clock)
+        self._guesses = SharedGuesses(clock, redis)
 
     async def check_key(self, request: Request, endpoint: Endpoint, key: str) -> None:
         """Check an operator's key. Raises Unauthenticated for a wrong key, TooManyWrongKeys before reading it."""
         client, scope = client_of(request), endpoint.value
-        wait_s = self._guesses.wait_s(scope, client)
+        wait_s = await self._guesses.wait_s(scope, client)
         if wait_s and await self.has_session(request):
             scope = f"{endpoint} in a session"
-            wait_s = self._guesses.wait_s(scope, client)
+            wait_s = await self._guesses.wait_s(scope, client)
         if wait_s:
             self._count(endpoint, "not_read")
             raise TooManyWrongKeys(
@@ -140,13 +142,13 @@ class Guard:
             )
         digest = _digest(key)
         if hmac.compare_digest(digest, self._admin_key):
-            self._guesses.forget(scope, client)
+            await self._guesses.forget(scope, client)
             return
         # the metrics key forgets nothing: with it a client could guess the admin's for ever
         is_observer = endpoint in (Endpoint.METRICS, Endpoint.READYZ)
         if is_observer and self._metrics_key and hmac.compare_digest(digest, self._metrics_key):
             return
-        pause_s = self._guesses.add(scope, client)
+        pause_s = await self._guesses.add(scope, client)
         self._count(endpoint, "wrong")
         _log.warning("wrong_key", endpoint=endpoint.value, client=client, pause_s=pause_s)
         raise Unauthenticated(_NEEDS[endpoint])

@@ -5,11 +5,19 @@ Five wrong keys are free. After each further one the network's next key is not r
 Knows no keys and no HTTP. Invariant: a network's pauses hold for itself alone, and for one endpoint
 alone, so that a scraper with an old key does not shut out an admin at the same address; at most
 4,096 of both are kept, and the one that has been quiet longest makes room.
+
+    sameway:{guesses}:tries    hash    by endpoint and network: wrong keys, when the last, its pause
+    sameway:{guesses}:latest   zset    the same by when the last came
 """
 
+import contextlib
 import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from redis.exceptions import RedisError
+
+from policies.redis import RedisCommands
 
 _FREE = 5
 _PAUSE_S_MAX = 60.0
@@ -51,6 +59,66 @@ class Guesses:
     def forget(self, endpoint: str, client: str) -> None:
         """Forget the wrong keys of a client that has the right one."""
         self.tries.pop((endpoint, network_of(client)), None)
+
+
+# KEYS tries, latest. ARGV endpoint and network, what to do, free tries, the longest pause, when a try is
+# forgotten, how many are kept; times in ms. Answers the ms until the network's next key is read.
+_TRY = """
+local time, field = redis.call('TIME'), ARGV[1]
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local wrong, at, pause = string.match(redis.call('HGET', KEYS[1], field) or '', '^(%d+) (%d+) (%d+)$')
+if not wrong or now - at > tonumber(ARGV[5]) then wrong, at, pause = 0, 0, 0 end
+if ARGV[2] == 'forget' then
+  redis.call('HDEL', KEYS[1], field)
+  redis.call('ZREM', KEYS[2], field)
+  return 0
+elseif ARGV[2] == 'add' then
+  wrong, at, pause = wrong + 1, now, 0
+  local beyond = wrong - tonumber(ARGV[3])
+  if beyond > 0 then pause = math.min(1000 * 2 ^ math.min(beyond - 1, 10), tonumber(ARGV[4])) end
+  redis.call('HSET', KEYS[1], field, string.format('%d %d %d', wrong, at, pause))
+  redis.call('ZADD', KEYS[2], now, field)
+  for _, old in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1 - tonumber(ARGV[6]))) do
+    redis.call('HDEL', KEYS[1], old)
+    redis.call('ZREM', KEYS[2], old)
+  end
+  redis.call('PEXPIRE', KEYS[1], ARGV[5])
+  redis.call('PEXPIRE', KEYS[2], ARGV[5])
+end
+return math.max(0, at + pause - now)
+"""
+_KEYS = ("sameway:{guesses}:tries", "sameway:{guesses}:latest")
+_LIMITS = (_FREE, int(_PAUSE_S_MAX * 1000), int(_FORGOTTEN_AFTER_S * 1000), _KEPT_MAX)
+
+
+class SharedGuesses:
+    """The wrong keys that all workers and hosts have seen; without `redis`, those of this worker."""
+
+    def __init__(self, clock: Callable[[], float], redis: RedisCommands | None) -> None:
+        self._seen_here = Guesses(clock)
+        self._redis = redis
+
+    async def wait_s(self, endpoint: str, client: str) -> float:
+        """As `Guesses.wait_s`."""
+        seen_here_s = self._seen_here.wait_s(endpoint, client)
+        return await self._shared_s("wait", endpoint, client, seen_here_s)
+
+    async def add(self, endpoint: str, client: str) -> float:
+        """As `Guesses.add`."""
+        seen_here_s = self._seen_here.add(endpoint, client)
+        return await self._shared_s("add", endpoint, client, seen_here_s)
+
+    async def forget(self, endpoint: str, client: str) -> None:
+        """As `Guesses.forget`."""
+        self._seen_here.forget(endpoint, client)
+        await self._shared_s("forget", endpoint, client, 0.0)
+
+    async def _shared_s(self, act: str, endpoint: str, client: str, seen_here_s: float) -> float:
+        if self._redis is not None:
+            with contextlib.suppress(RedisError):
+                field = f"{endpoint} {network_of(client)}"
+                return float(await self._redis.eval(_TRY, 2, *_KEYS, field, act, *_LIMITS)) / 1000.0
+        return seen_here_s
 
 
 def network_of(client: str) -> str:

@@ -22,6 +22,7 @@ from gateway.wire.errors import (
     ApiError,
     BadRequest,
     DeadlineExceeded,
+    DeploymentFull,
     Forbidden,
     NotFound,
     Unavailable,
@@ -35,6 +36,7 @@ from gateway.wire.rules import check_rules
 from gateway.wire.types import KINDS, Kind
 from policies import Candidate, Cause, Demand, Route, RoutingPolicy
 from policies.estimate import Lengths
+from policies.replicas import Prefixes
 
 _PASSED_NAME_MAX = 200
 ABSENCES = ("denied", "failed", "not_ready", "disabled")
@@ -46,7 +48,8 @@ class Alias:
     """A name that requests give as `model`, with its deployments.
 
     `is_pattern`: the alias takes every name with its prefix. `has_engine`: a local engine, which
-    can use a draft, may answer. `has_choice`: a warm prefix can decide between deployments.
+    can use a draft, may answer. `has_choice`: a warm prefix can decide between deployments;
+    `is_hinted`: Redis is asked which one has it, as no replicas' `prefixes` say so.
     `unpriced`: the model of a deployment that passes every name on and lacks a price for this name;
     else empty.
     """
@@ -58,16 +61,19 @@ class Alias:
     lengths: Lengths = field(default_factory=Lengths)  # of the latest answers, in tokens
     is_pattern: bool = field(init=False)
     has_engine: bool = field(init=False)
+    prefixes: Prefixes | None = None  # of its replicas
     hedges: "HedgeShare" = field(default_factory=lambda: HedgeShare())
     has_choice: bool = field(init=False)
+    is_hinted: bool = field(init=False)
     unpriced: str = field(init=False)
     baseline: Deployment = field(init=False)  # savings are measured against its list price
 
     def __post_init__(self) -> None:
         self.is_pattern = is_pattern(self.name)
         self.has_engine = any(d.settings.engine is not None for d in self.deployments.values())
-        self.has_choice = len(self.deployments) > 1
-        named = self.deployments.get(self.settings.baseline or "")
+        self.has_choice = len(self.deployments) > 1 or self.prefixes is not None
+        self.is_hinted = self.has_choice and self.prefixes is None
+        named = next((d for d in self.deployments.values() if d.group == self.settings.baseline), None)
         self.baseline = named or max(
             self.deployments.values(), key=lambda d: d.settings.priority
         )  # of equals the first
@@ -206,7 +212,7 @@ class Alias:
         """
         now = self._now(demand, warm, deadline_ms, tried)
         found = policies.route(now, self._candidates(demand), self.policy)
-        if found.ranked or all(rejected.cause is not Cause.HEALTH for rejected in found.rejected):
+        if found.ranked or _RESTING.isdisjoint(rejected.cause for rejected in found.rejected):
             return found
         return policies.route(now, self._candidates(demand, is_alone=True), self.policy)
 
@@ -302,6 +308,9 @@ def _not_fetched(param: str, alias: str, hosts: Collection[str]) -> BadRequest:
 _PASSING = frozenset({Cause.DISABLED, Cause.HEALTH, Cause.DENIED, Cause.FULL})  # of the moment, not of the request
 
 
+_RESTING = frozenset({Cause.HEALTH, Cause.FULL})
+
+
 def no_route(route: Route, prompt: str) -> ApiError:
     """The error for a request that no deployment may try. `prompt` is the field with the prompt."""
     match route.cause:
@@ -314,6 +323,8 @@ def no_route(route: Route, prompt: str) -> ApiError:
             return DeadlineExceeded(sentence(route.refusal))
         case Cause.LIMIT:
             return Unavailable(sentence(route.refusal), code="no_deployment_within_limits")
+        case Cause.FULL:
+            return DeploymentFull(f"{sentence(route.refusal)}: try again later")
         case Cause.DENIED:
             return UpstreamDenied(sentence(route.refusal))
         case _:

@@ -40,6 +40,7 @@ _NEVER = {
 _ALWAYS = {"anthropic": frozenset({"messages", "json_object"}), "litellm": frozenset({"cache_control"})}
 
 
+SLOTS_DEFAULT = 1_000  # requests of a worker at a deployment without a limit
 _NONE: frozenset[str] = frozenset()
 
 
@@ -149,7 +150,7 @@ def build_backend(
         name,
         base_url=base_url,
         connect_timeout_s=deployment.connect_timeout_ms / 1000.0,
-        connections_max=deployment.concurrency_max,
+        connections_max=deployment.concurrency_max or SLOTS_DEFAULT,
         is_salted=deployment.is_salted,
         **common_arguments,
     )

@@ -20,13 +20,16 @@ from gateway.loggers import get_logger
 from gateway.settings import DeploymentSettings
 from policies import Candidate, Cause, Demand, Estimate, Health, Price, Usage
 from policies.breaker import Asker
+from policies.estimate import Figures
 from policies.prices import MicroUSD
+from policies.replicas import Backlog
 
 _TTFT_TIMEOUT_MAX_MS = 60_000.0
 _TTFT_TIMEOUT_UNLEARNED_MS = 10_000.0  # where another deployment can answer
 _LEARNED_S = 600.0  # a context that has grown is found in this time
 _NEAR = 4  # a request so many times longer tells little of a context
 _SCOPES_MAX = 256
+_RESTS = {"denied": Cause.DENIED, "full": Cause.FULL}
 _OVERCOUNT_REST_S = 60.0
 
 NOT_DEARER = frozenset({"", "auto", "default", "standard", "on_demand", "flex", "batch"})
@@ -60,6 +63,9 @@ class Deployment(Facts):
     use: str = ""  # `drained` or `disabled` by an operator
     answers: set[base.ChunkStream] = field(default_factory=set)  # under way
     prompts: dict[str, Prompts] = field(default_factory=dict)  # by operation and model
+    group: str = ""  # the deployment whose replica it is, for budgets and bills; else its own name
+    backlog: Backlog | None = None  # of a replica
+    counts_cached: bool = False  # its answers say how much of a prompt it had cached
     tokens_per_ms: float = 0.04  # of its latest answers, from their start, with the tokens that no chunk shows
     is_any_model: bool = field(init=False)  # it takes every name of a model
     lessons: Lessons = field(init=False)
@@ -67,6 +73,7 @@ class Deployment(Facts):
     whole_timeout_s: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.group = self.group or self.name
         self.is_any_model = "*" in (self.settings.model or "")
         self.lessons = Lessons(self.health.clock)
         self.whole_timeout_s = self.settings.whole_timeout_ms / 1000.0
@@ -192,14 +199,14 @@ class Deployment(Facts):
         if not load.is_ready:
             resting, reason = Cause.HEALTH, load.reason
         elif self.health.is_resting and not self.health.allows(asker := self.asker(demand), is_alone=is_alone):
-            reason, is_denied = self.health.resting(asker)
-            resting = Cause.DENIED if is_denied else Cause.HEALTH
+            reason, kind = self.health.resting(asker)
+            resting = _RESTS.get(kind, Cause.HEALTH)
         figures = self.estimate.figures()
         is_measured = figures.weight > 0  # a prior rejects no deployment
         offers = self.capabilities
         if load.may_think and self.settings.capabilities is None:  # as its engine shows
             offers = offers | {"reasoning"}
-        return Candidate(
+        candidate = Candidate(
             name=self.name,
             price=self.price,
             capabilities=offers,
@@ -210,12 +217,13 @@ class Deployment(Facts):
             resting=resting,
             health_reason=reason,
             use=self.use,
-            full_at=self.slots.slots_max if self.slots.is_full else 0,
+            full_at=self.slots.slots_max if self.slots.is_full and not self.slots.is_short else 0,
             priority=self.settings.priority,
             allowed=self.allowed,
             prefill_ms_per_token=figures.prefill_ms_per_token,
             batch_factor=self.batch_factor,
         )
+        return candidate if self.backlog is None else _behind(candidate, self.backlog, figures, prompt_tokens)
 
     def _context(self, load: base.Load, scope: str) -> int | None:
         context_tokens, prompts = load.context_tokens_max or self.context_tokens_max, self.prompts.get(scope)
@@ -282,13 +290,15 @@ class Deployment(Facts):
 
     def ttft_timeout_s(self, prompt_tokens: int, *, is_alone: bool = True) -> float:
         """The time in seconds to wait for the first chunk: configured, else learned from this
-        deployment.
+        deployment, for the prompt and what a replica reads before it.
 
         Before it is learned it is about 10 s if another deployment can answer.
         """
         if self.settings.ttft_timeout_ms is not None:
             return self.settings.ttft_timeout_ms / 1000.0
         least_ms, most_ms = self.ttft_timeout_min_ms, _TTFT_TIMEOUT_MAX_MS
+        if self.backlog is not None:
+            prompt_tokens += self.backlog.ahead_tokens()
         unlearned_ms = most_ms if is_alone else _TTFT_TIMEOUT_UNLEARNED_MS
         if self.dialect.silence_s:  # what it has learned tells nothing of the next thought
             least_ms = most_ms = unlearned_ms = 1000.0 * self.dialect.silence_s if is_alone else most_ms
@@ -321,6 +331,11 @@ class Deployment(Facts):
             self.tokens_per_ms += (rate - self.tokens_per_ms) * (0.5 if figures.weight > 0 else 1.0)
         if progress.is_whole:
             ttft_ms = min(ttft_ms, figures.ttft_ms(prompt_tokens))
+        if self.backlog is not None:
+            self.backlog.answered(duration_ms - ttft_ms)
+            self.counts_cached |= usage is not None and usage.cached_tokens > 0
+            warm_tokens = 0 if self.counts_cached else progress.warm_tokens
+            prompt_tokens += progress.ahead_tokens - min(warm_tokens, prompt_tokens)
         self.estimate.observe(ttft_ms, (duration_ms - ttft_ms) / (tokens - 1) if tokens > 1 else None, prompt_tokens)
 
     def failed(self, error: base.BackendError, asker: Asker) -> None:
@@ -329,12 +344,14 @@ class Deployment(Facts):
             case _ if self.use == "disabled":  # its answers were given up
                 self.health.cancelled(asker)
             case base.BackendDenied(mark=base.Mark() as mark):
-                if not self.health.resting(asker)[1]:
+                if self.health.resting(asker)[1] != "denied":
                     _log.warning("deployment_denied", deployment=self.name, mark=mark.value, reason=error.detail)
                 self.health.failed(asker, denial=f"{mark} (HTTP {error.status})")
             case base.BackendDenied() | base.BackendRejected() | base.BackendNotAsked():
                 self.health.cancelled(asker)
             case _:
+                if self.backlog is not None and isinstance(error, base.BackendUnavailable) and error.status is None:
+                    self.backlog.has_restarted = True  # if it comes back, then without its memory
                 self.health.failed(asker, error.retry_after_s if isinstance(error, base.BackendOverloaded) else None)
 
     def note_timeout(self, prompt_tokens: int) -> None:
@@ -344,3 +361,16 @@ class Deployment(Facts):
         can answer, the time-out stays, so that a deployment that hangs delays no request.
         """
         self.estimate.observe_timeout(1000.0 * self.ttft_timeout_s(prompt_tokens), prompt_tokens)
+
+
+def _behind(candidate: Candidate, backlog: Backlog, measured: Figures, prompt_tokens: int) -> Candidate:
+    """A replica as a candidate, behind its backlog."""
+    figures = backlog.judged(measured)
+    return msgspec.structs.replace(
+        candidate,
+        ttft_ms=backlog.ttft_ms(figures, prompt_tokens),
+        tpot_ms=figures.tpot_ms,
+        prefill_ms_per_token=figures.prefill_ms_per_token,
+        others_ms_per_token=figures.prefill_ms_per_token,
+        load_ms=backlog.load_ms(),
+    )

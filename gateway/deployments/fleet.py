@@ -7,14 +7,17 @@ the alias of that name, else the pattern with the longest prefix.
 import asyncio
 import dataclasses
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from urllib.parse import urlsplit
 
 from cache import SemanticClient
 from gateway.backends.base import Backend
 from gateway.backends.embedder import EmbedderBackend
 from gateway.deployments.alias import Alias
-from gateway.deployments.build import Facts, build_backend, describe
+from gateway.deployments.build import SLOTS_DEFAULT, Facts, build_backend, describe
 from gateway.deployments.deployment import Deployment
+from gateway.deployments.replicas import Replicas
 from gateway.deployments.slots import Slots
 from gateway.loggers import get_logger
 from gateway.settings import (
@@ -28,6 +31,7 @@ from gateway.settings import (
 )
 from gateway.wire.errors import NotFound, shown
 from policies import Estimate, Health, RoutingPolicy
+from policies.replicas import Backlog, Prefixes
 from policies.routing import PolicyKind
 
 EMBEDDER = "embedder"  # the name of its deployment, in the ledger and in budgets
@@ -42,8 +46,12 @@ class Fleet:
     Raises NotFound for an unknown name.
     """
 
-    def __init__(self, aliases: Mapping[str, Alias], embedder: Alias) -> None:
+    def __init__(
+        self, aliases: Mapping[str, Alias], embedder: Alias, replicas: Mapping[str, Sequence[Replicas]] = {}
+    ) -> None:
         self.aliases = aliases
+        self.replicas = replicas
+        self._uses: Mapping[str, str] = {}
         self._embedder = embedder
         self._closing: set[asyncio.Future[None]] = set()
         self._whole_names = frozenset(name for name in aliases if not is_pattern(name))
@@ -81,10 +89,11 @@ class Fleet:
     def take_uses(self, uses: Mapping[str, str]) -> None:
         """Set the use of each deployment from `uses`; a missing deployment is in use.
 
-        Answers of a newly disabled deployment are closed.
+        A replica has that of its deployment, too. Answers of a newly disabled deployment are closed.
         """
+        self._uses = uses
         for deployment in self.deployments:
-            for answer in deployment.take_use(uses.get(deployment.name, "")):
+            for answer in deployment.take_use(uses.get(deployment.name, uses.get(deployment.group, ""))):
                 closing = asyncio.ensure_future(answer.aclose())
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
@@ -92,24 +101,54 @@ class Fleet:
     async def start(self) -> None:
         for deployment in self.deployments:
             await deployment.backend.start()
+        await self.reread()
+
+    async def reread(self) -> None:
+        """Read the lists of replicas again."""
+        for name, lists in self.replicas.items():
+            if any([await replicas.reread() for replicas in lists]):
+                alias, known = self.aliases[name], {replicas.name for replicas in lists}
+                fixed = {d.name: d for d in alias.deployments.values() if d.group not in known}
+                alias.deployments = fixed | {d.name: d for one in lists for d in one.by_url.values()}
+                self.take_uses(self._uses)
 
     async def aclose(self) -> None:
         for deployment in self.deployments:
             await deployment.backend.aclose()
+        for replicas in (one for lists in self.replicas.values() for one in lists):
+            await replicas.aclose()
 
 
 def build_fleet(settings: Settings, clock: Callable[[], float], embedder: SemanticClient) -> Fleet:
     """Build the fleet that the settings describe, unconnected. The caller owns `embedder`."""
-    aliases = {}
+    aliases, replicas = {}, dict[str, list[Replicas]]()
     for alias, model in settings.models.items():
-        deployments = [_build(alias, d, settings, clock) for d in model.deployments]
+        deployments = [_build(alias, d, settings, clock) for d in model.deployments if not d.replicas]
+        prefixes = Prefixes()
+        for deployment in [d for d in model.deployments if d.replicas]:
+            make = partial(_replica, alias, deployment, settings, clock)
+            group = Replicas(deployment_name(alias, deployment), deployment.replicas, make, prefixes)
+            replicas.setdefault(alias, []).append(group)
+            deployments += group.by_url.values()
         policy = RoutingPolicy(
             kind=PolicyKind(model.policy),
             ttft_ms_max=model.ttft_ms_max,
             cost_microusd_max=model.cost_microusd_max,
         )
-        aliases[alias] = Alias(alias, model, policy, {d.name: d for d in deployments})
-    return Fleet(aliases, _embedder(settings, clock, embedder))
+        by_name = {d.name: d for d in deployments}
+        aliases[alias] = Alias(alias, model, policy, by_name, prefixes=prefixes if alias in replicas else None)
+    return Fleet(aliases, _embedder(settings, clock, embedder), replicas)
+
+
+def _replica(
+    alias: str, deployment: DeploymentSettings, settings: Settings, clock: Callable[[], float], url: str
+) -> Deployment:
+    """The deployment of the replica at `url`."""
+    group, host = deployment_name(alias, deployment), urlsplit(url).netloc.rpartition("@")[2]
+    one_of_them = deployment.model_copy(update={"name": f"{group}/{host}", "base_url": url, "replicas": []})
+    replica = _build(alias, one_of_them, settings, clock)
+    replica.group, replica.backlog = group, Backlog(clock)
+    return replica
 
 
 def _embedder(settings: Settings, clock: Callable[[], float], client: SemanticClient) -> Alias:
@@ -147,6 +186,6 @@ def _deployed(
         settings=settings,
         health=Health(clock, random.random),
         estimate=Estimate(clock),
-        slots=Slots(settings.concurrency_max, settings.queue_max),
+        slots=Slots(settings.concurrency_max or SLOTS_DEFAULT, settings.queue_max),
         **facts.by_name(),
     )

@@ -13,6 +13,7 @@ import msgspec
 from gateway.wire.fold import text_bytes
 from gateway.wire.types import Chunk, size_of
 from policies import Usage
+from policies.replicas import Queued
 
 _mended = attrgetter("mended")
 _BYTES_PER_TOKEN = 3  # fewer than in most languages' texts
@@ -44,6 +45,9 @@ class Progress(msgspec.Struct):
 
     deployment: str
     draft: str = ""
+    ahead_tokens: int = 0  # that its replica read before this prompt
+    warm_tokens: int = 0  # of the prompt, which its replica seemed to hold
+    queued: Queued | None = None  # in its replica's backlog
     prefix_tokens: int = 0  # of an answer that it went on with, beside the prompt
     started: float = msgspec.field(default_factory=time.perf_counter)
     has_begun: bool = False
@@ -73,6 +77,8 @@ class Progress(msgspec.Struct):
                 self.has_begun = True
                 self.is_whole = chunk.is_whole
                 self.ttft_ms = self.elapsed_ms()
+                if self.queued is not None:
+                    self.queued.begun()
 
     async def apart(self, waiting: Awaitable[None]) -> None:
         """Await `waiting`, without counting its time as the deployment's."""
@@ -98,8 +104,16 @@ class Progress(msgspec.Struct):
 
         `is_denial`: the refusal is permanent.
         """
-        mended = sum(map(_mended, self.chunks))
-        self.attempt = Attempt(self.deployment, outcome, self.elapsed_ms(), is_refusal, is_denial, mended=mended)
+        duration_ms, mended = self.elapsed_ms(), sum(map(_mended, self.chunks))
+        if self.queued is not None:
+            self.leave()
+        self.attempt = Attempt(self.deployment, outcome, duration_ms, is_refusal, is_denial, mended=mended)
+
+    def leave(self) -> None:
+        """Leave its replica's backlog."""
+        if self.queued is not None:
+            self.queued.leave()
+            self.queued = None
 
     @property
     def has_content(self) -> bool:

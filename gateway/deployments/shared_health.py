@@ -207,17 +207,32 @@ class SharedHealth:
     def __init__(
         self,
         settings: Settings,
-        deployments: Sequence[Deployment],
+        deployments: Sequence[Deployment] | Callable[[], Sequence[Deployment]],
         link: RedisLink,
         clock: Callable[[], float] = time.monotonic,
         host: str | None = None,
     ) -> None:
         self._link = link
+        self._settings = settings
+        self._clock = clock
         self._in_turn = asyncio.Lock()  # a reset exchanges beside the loop
-        host = host or socket.gethostname()
-        self.exchanged = [Exchanged(one, _PREFIX + identity(one, settings, host), clock) for one in deployments]
-        for shared in self.exchanged:
-            shared.deployment.claim = partial(self._claim, shared)
+        self._host = host or socket.gethostname()
+        self._deployments = deployments if callable(deployments) else lambda: deployments
+        self.exchanged: list[Exchanged] = []
+        self._follow()
+
+    def _follow(self) -> None:
+        """Take in the replicas that have come, and leave out those that have gone."""
+        known, now = {id(shared.deployment): shared for shared in self.exchanged}, self._deployments()
+        if list(known) == list(map(id, now)):
+            return
+        self.exchanged = [known.get(id(one)) or self._exchanged(one) for one in now]
+
+    def _exchanged(self, deployment: Deployment) -> Exchanged:
+        key = _PREFIX + identity(deployment, self._settings, self._host)
+        shared = Exchanged(deployment, key, self._clock)
+        deployment.claim = partial(self._claim, shared)
+        return shared
 
     async def run(self) -> None:
         """Exchange regularly, and soon after a failure. Raises RedisError."""
@@ -239,6 +254,7 @@ class SharedHealth:
         """Send this worker's observations, and adopt the state of all workers. Raises RedisError."""
         if self.exchanged:
             async with self._in_turn:
+                self._follow()
                 await self._exchange()
 
     async def _exchange(self) -> None:

@@ -19,7 +19,9 @@ from gateway.deployments.progress import Progress
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
 from gateway.journey.joint import Said, rest_of
+from gateway.journey.needs import identity_headers
 from gateway.journey.outcomes import Try
+from gateway.journey.queue import warm_at
 from gateway.journey.semantic import draft_of
 from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
@@ -27,6 +29,7 @@ from gateway.reserved import with_calls_bound
 from gateway.wire.types import CHAT, Chunk, opened
 from policies import Demand
 from policies.breaker import Asker
+from policies.replicas import Backlog
 
 TRIES_MAX = 8
 """The most tries of one request, at all its deployments."""
@@ -81,10 +84,22 @@ async def begin(
     progress = Progress(deployment.name, near.id if request.draft and near is not None else "")
     if said is not None:
         progress.prefix_tokens = said.tokens
+    if deployment.backlog is not None:
+        _queue_up(deployment.backlog, deployment, progress, generation)
     answered = generation.answered  # the other try of a race may have changed it
     tries = (*answered.tries, Try(deployment, progress))
     generation.answered = msgspec.structs.replace(answered, tries=tries, progress=progress, why=why)
     return UpstreamCall(deployment, request, progress, answered.demand, asker, is_probe=is_probe, flight=flight)
+
+
+def _queue_up(backlog: Backlog, replica: Deployment, progress: Progress, generation: Generation) -> None:
+    """Count a request at a replica, which reads what it does not hold of the prompt, and then holds it."""
+    serving, tokens, name = generation.answered.serving, generation.answered.demand.prompt_tokens, replica.name
+    progress.warm_tokens = warm_at(generation).get(name, 0)
+    progress.ahead_tokens = backlog.ahead_tokens(replica.estimate.figures().prefill_ms_per_token)
+    progress.queued = backlog.enter(tokens - progress.warm_tokens)
+    if serving.prefixes is not None and generation.blocks:
+        serving.prefixes.read(name, generation.blocks)
 
 
 def _request_to(
@@ -114,6 +129,10 @@ def _request_to(
     if dialect is None:
         dialect = deployment.spoken() if deployment.lessons.witnesses else deployment.dialect
     body = with_length(body, dialect, kind, tokens)
+    trace = turn.trace if deployment.settings.is_traced else ()
+    if sources := deployment.settings.identity_headers:
+        first_turn = generation.looked.fingerprint.chain[0]
+        trace += identity_headers(sources, generation.identity, turn.body, turn.labels, first_turn)
     if kind is CHAT and (native is None or "messages" not in deployment.capabilities):
         body, names = fitted(body, dialect)
     return BackendRequest(
@@ -133,7 +152,7 @@ def _request_to(
         prefix=prefix,
         dialect=dialect,
         names=names,
-        trace=turn.trace if deployment.settings.is_traced else (),
+        trace=trace,
     )
 
 
@@ -220,6 +239,7 @@ class UpstreamCall(msgspec.Struct, frozen=True, eq=False):
             raise
         except Exception:
             deployment.health.cancelled(asker)  # a bug here is no failure of the deployment
+            progress.leave()
             raise
         finally:
             try:

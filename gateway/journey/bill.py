@@ -181,7 +181,7 @@ def _row(
         team_id=identity.team.id,
         key_id=identity.key.id,
         alias=turn.alias,
-        deployment=tried.deployment.name,
+        deployment=tried.deployment.group,
         usage=booked(usage),
         cost_microusd=cost_microusd,
         kind=turn.arrival.operation,

@@ -38,6 +38,7 @@ class Generation(msgspec.Struct, eq=False):
     answered: Answered
     stored: Stored = Stored()
     checks: Compared | None = None
+    blocks: tuple[bytes, ...] | None = None  # of its prompt, once replicas may have read some
 
     @property
     def source(self) -> str:

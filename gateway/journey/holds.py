@@ -77,7 +77,7 @@ class Holds(msgspec.Struct, eq=False):
         identity, turn, serving = self._identity, self._turn, answered.serving
         if not (answered.tries or identity.at_deployments) and serving is self._alias:
             return True
-        request_id, name = turn.arrival.request_id, deployment.name
+        request_id, name = turn.arrival.request_id, deployment.group
         try:
             if identity.at_deployments and name not in self._at_deployments:
                 need = need_at(serving, deployment, turn.demand)

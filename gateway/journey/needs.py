@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -46,11 +47,14 @@ def need_at(alias: Alias, deployment: Deployment, demand: Demand, beyond_microus
     """What a try at `deployment` may use at most; `beyond_microusd` instead of its worst case."""
     output = alias.output_max(deployment, demand) * demand.choices
     microusd = alias.worst_case_at(deployment, demand) if beyond_microusd is None else beyond_microusd
-    return Need(microusd, demand.prompt_tokens_read + output, values={DEPLOYMENT: deployment.name})
+    return Need(microusd, demand.prompt_tokens_read + output, values={DEPLOYMENT: deployment.group})
 
 
 def _may_run_over(budget: Budget) -> bool:
     return budget.is_hard and budget.overdraft is not Overdraft.REFUSE
+
+
+_HEADER_CHARS = 200
 
 
 def values_of(identity: Identity, alias: str, body: Mapping[str, Any], labels: Labels) -> dict[str, str]:
@@ -76,6 +80,19 @@ def booked_labels(body: Mapping[str, Any], labels: Labels) -> dict[str, str]:
         if tags:
             booked["tags"] = msgspec.json.encode(tags, order="deterministic").decode()
     return booked
+
+
+def identity_headers(
+    sources: Mapping[str, str], identity: Identity, body: Mapping[str, Any], labels: Labels, first_turn: bytes
+) -> tuple[tuple[str, str], ...]:
+    """The headers that name a request's team, user, session or tag, by their sources. What a client
+    wrote is quoted as in a URL; a header without a value is left out.
+    """
+    tags = _tags(labels)
+    values = {"team": str(identity.team.id), "key": str(identity.key.id), "user": _user(body)}
+    values["session"] = _text(body.get("prompt_cache_key")) or first_turn.hex()
+    found = [(name, values.get(source) or tags.get(source.partition(":")[2], "")) for name, source in sources.items()]
+    return tuple([(name.lower(), quote(value[:_HEADER_CHARS])) for name, value in found if value])
 
 
 def _kept(text: str) -> str:

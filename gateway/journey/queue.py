@@ -7,9 +7,11 @@ waits longer than `wait_max_s`, or where a deployment has room.
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 import msgspec
 
+from gateway.deployments.replicas import blocks_of
 from gateway.deployments.slots import Slots, Ticket
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
@@ -17,6 +19,8 @@ from gateway.wire.errors import DeploymentFull, sentence
 from policies import Cause, Route
 
 WAIT_MAX_S = 60.0
+_SAID_FULL_S = 2.0  # as long as a request pauses that was refused itself
+_POLL_S = 0.1
 _NAMES: frozenset[str] = frozenset()
 
 
@@ -29,13 +33,30 @@ def ranking(flight: Flight, tried: frozenset[str] = _NAMES, needs: frozenset[str
     demand = answered.demand
     if needs:
         demand = msgspec.structs.replace(demand, needs=demand.needs | needs)
-    return answered.serving.route(demand, generation.looked.warm, flight.remaining_ms(), tried)
+    serving = answered.serving
+    warm: Mapping[str, int] = generation.looked.warm
+    if serving.prefixes is not None:
+        warm = warm_at(generation)
+        shared = serving.prefixes.shared(generation.blocks or (), demand.prompt_tokens, warm, serving.deployments)
+        demand = msgspec.structs.replace(demand, shared=shared)
+    return serving.route(demand, warm, flight.remaining_ms(), tried)
+
+
+def warm_at(generation: Generation) -> Mapping[str, int]:
+    """The tokens of the prompt that each deployment has read of late, by its name."""
+    serving, looked = generation.answered.serving, generation.looked
+    if serving.prefixes is None:
+        return looked.warm
+    if generation.blocks is None:
+        is_salted = any(deployment.settings.is_salted for deployment in serving.deployments.values())
+        generation.blocks = blocks_of(generation.turn.body, looked.fingerprint.partition if is_salted else b"")
+    return serving.prefixes.warm(generation.blocks, generation.answered.demand.prompt_tokens)
 
 
 def note_route(generation: Generation, route: Route) -> None:
     """Set the route before the first try, for the record."""
     answered = generation.answered
-    model = answered.serving.first_choice_model(generation.turn.demand, generation.looked.warm, route)
+    model = answered.serving.first_choice_model(generation.turn.demand, warm_at(generation), route)
     generation.answered = msgspec.structs.replace(answered, route=route, first_choice_model=model)
 
 
@@ -56,8 +77,17 @@ async def routed(
     deployments = generation.answered.serving.deployments
     began, called = time.perf_counter(), None
     try:
-        while not route.ranked and (names := _full(route)):
+        while not route.ranked and (full := _full(route)):
             left_s = began + wait_max_s - time.perf_counter()
+            names = [name for name in full if deployments[name].slots.is_full]
+            if not names:  # they said so themselves, and when they will have room
+                demand = generation.answered.demand
+                rest_s = min([deployments[name].health.rest_s(deployments[name].asker(demand)) for name in full])
+                if rest_s > left_s - wait_max_s + _SAID_FULL_S:
+                    return route
+                await asyncio.sleep(max(rest_s, _POLL_S))
+                route = ranking(flight, tried, needs)
+                continue
             slots = [deployments[name].slots for name in names]
             called = await _call(generation.identity.team.id, slots, left_s, called) if left_s > 0 else None
             if called is None:

@@ -62,14 +62,14 @@ class RecordedAnswers:
         may_look = is_exact and not controls.no_cache
         entry = self._exact.lookup_local(fingerprint, controls.max_age_s) if may_look else None
         taking = taken or self._limits.take(identity)
-        is_apart = controls.no_cache and controls.no_store and not alias.has_choice  # Redis knows nothing that it needs
+        is_apart = controls.no_cache and controls.no_store and not alias.is_hinted  # Redis knows nothing that it needs
         if entry is not None or not is_exact or is_apart:
             return Looked(fingerprint, await taking, entry)
         team = identity.team
         claims = may_be_awaited(controls) if may_look and controls.max_age_s != 0 else None
         key = self._semantic.words_key(fingerprint, controls, team, alias) if claims is not None else None
         lookup = await self._exact.lookup_shared(
-            fingerprint, controls.max_age_s, wants_warm=alias.has_choice, claims=claims, words_key=key
+            fingerprint, controls.max_age_s, wants_warm=alias.is_hinted, claims=claims, words_key=key
         )
         try:
             headers = await taking
@@ -167,7 +167,7 @@ class RecordedAnswers:
     async def _store(self, generation: Generation) -> None:
         looked, stored = generation.looked, generation.stored
         fingerprint, entry, is_claimed = looked.fingerprint, stored.entry, looked.is_claimed
-        is_hinted = generation.alias.has_choice and self._settings.is_exact  # else no lookup asks for hints
+        is_hinted = generation.alias.is_hinted and self._settings.is_exact  # else no lookup asks for hints
         deployment = generation.deployment if is_hinted else None
         try:
             if entry is not None:

@@ -163,6 +163,8 @@ class Tries:
                 self._done_with |= {best.name}
                 tried |= {best.name}
             if not is_covered or deployment.slots.is_full:  # since the route was made
+                if deployment.slots.is_short:
+                    await deployment.slots.ask()
                 route = await routed(self._flight, tried)
                 continue
             is_alone, waited_s = len(route.ranked) == 1, 0.0
@@ -216,7 +218,7 @@ class Tries:
             return BackendUnavailable("Another request is trying whether this deployment is back")
         slow_ms = None
         if self._serving.settings.hedge_cost_max and call.request.is_stream and not is_alone and self._failed is None:
-            slow_ms = deployment.estimate.ttft_p95_ms(demand.prompt_tokens)
+            slow_ms = deployment.estimate.ttft_p95_ms(demand.prompt_tokens + call.progress.ahead_tokens)
         if slow_ms is None:
             failure = await call.run(flight.extend)
         else:

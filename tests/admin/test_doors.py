@@ -17,9 +17,10 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from redis.asyncio import Redis
 
+from cache.redis_link import RedisLink
 from gateway import app as app_module
 from gateway.admin.guard import COOKIE, Guard
-from gateway.admin.guesses import Guesses, network_of
+from gateway.admin.guesses import Guesses, SharedGuesses, network_of
 from gateway.app import create_app
 from gateway.settings import Settings
 from tests.admin.world import World, open_world
@@ -624,3 +625,21 @@ async def _refused_logins(world: World) -> None:
         world.now_s += 1
         assert (await log_in(browser, key)).status_code == 303
     assert world.refused_keys == {("login", "wrong"): 6, ("login", "not_read"): 1}
+
+
+async def test_all_workers_count_the_same_wrong_keys(redis_server: RedisServer, redis: Redis) -> None:
+    """Five at one worker and one at another make all wait; the right key ends it for all; without Redis each counts its own."""
+    link = RedisLink(redis_server.url, 1.0)
+    here, there = (SharedGuesses(lambda: 0.0, link) for _ in range(2))
+    for _ in range(5):
+        assert await here.add("login", "192.0.2.1") == 0.0
+    assert await there.add("login", "192.0.2.1") == 1.0
+    assert 0.0 < await here.wait_s("login", "192.0.2.1") <= 1.0
+    assert await here.wait_s("login", "192.0.2.2") == await here.wait_s("metrics", "192.0.2.1") == 0.0
+    await there.forget("login", "192.0.2.1")
+    assert await here.wait_s("login", "192.0.2.1") == 0.0
+    await link.aclose()
+    away = RedisLink("redis://127.0.0.1:1", 0.2)
+    alone = SharedGuesses(lambda: 0.0, away)
+    assert [await alone.add("login", "192.0.2.1") for _ in range(6)] == [0.0] * 5 + [1.0]
+    await away.aclose()

@@ -85,7 +85,7 @@ async def test_an_outage_is_learned_once(workers: list[Worker]) -> None:
     first.fails(retry_after_s=600)
     await exchange(*workers)
     assert [worker.allows() for worker in workers] == [False] * 3
-    assert third.one.health.trouble[0].startswith("it asked to be left alone, next try in ")
+    assert third.one.health.trouble[0].startswith("it is full and asked to be left alone, next try in ")
     assert not second.allows(is_alone=True)
     for worker in workers:
         worker.now_s += 601

@@ -229,3 +229,19 @@ async def test_an_answer_may_pass_the_limit_where_that_is_allowed(world: World, 
     assert (await world.ask("long", model="dear", key=team.key)).status == 200
     assert (await world.used_of(budget))[""] == (spent + 10 + 1_800, 0)
     assert (await world.ask("more", model="dear", key=team.key)).status == 429
+
+
+async def test_an_inference_gateway_hears_whose_a_request_is(world: World, team: Team) -> None:
+    """Team, user, session and tag go in the headers that its operator named, quoted; a session is one from its first turn on."""
+    said = [{"role": "user", "content": "first"}]
+    more = [*said, {"role": "assistant", "content": "a"}, {"role": "user", "content": "second"}]
+    await world.ask(model="behind", key=team.key, messages=said, user="zoë", metadata={"priority": "high"})
+    await world.ask(model="behind", key=team.key, messages=more)
+    third_turn = [*more, {"role": "assistant", "content": "b"}, {"role": "user", "content": "third"}]
+    await world.ask(model="behind", key=team.key, messages=third_turn, prompt_cache_key="of the client's")
+    first, second, third = (dict(call.trace) for call in world.backends["behind"].calls)
+    assert (first["x-user"], first["x-objective"]) == ("zo%C3%AB", "high")
+    assert first["x-fairness"] == second["x-fairness"] != ""
+    assert second.keys() == {"x-fairness", "x-session"}
+    assert first["x-session"] == second["x-session"]
+    assert third["x-session"] == "of%20the%20client%27s"

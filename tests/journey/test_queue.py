@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tests.journey.conftest import OpenWorld
-from tests.world import Finish, Tokens, World, deployment, unavailable, until
+from tests.world import Finish, Tokens, World, deployment, overloaded, unavailable, until
 
 
 async def test_beyond_the_bound_requests_wait_in_order(world: World) -> None:
@@ -190,3 +190,21 @@ async def test_what_one_queue_pushed_out_waits_in_another(open_a_world: OpenWorl
         event.set()
     assert [(await client.reply()).status for client in (*clients, last)] == [200] * 5
     await world.is_released()
+
+
+async def test_a_deployment_that_says_it_is_full_is_not_broken(world: World) -> None:
+    """A short pause is waited out, also by requests that come meanwhile; after a long one 503 tells so; it stays available."""
+    plain = world.backends["plain"]
+    plain.plays_once(overloaded(retry_after_s=0.3))
+    first = world.begin("first")
+    await plain.called()
+    await until(lambda: world.is_resting("plain"))
+    second = world.begin("second")
+    assert [(await client.reply()).status for client in (first, second)] == [200, 200]
+    assert world.is_available("plain") is True
+    plain.plays_once(overloaded(retry_after_s=3_600))
+    assert (await world.ask("third")).status == 429
+    refused = await world.ask("fourth")
+    assert (refused.status, refused.error["code"]) == (503, "deployment_full")
+    assert (await world.record(refused)).answer.rejected[0].reason.startswith("is resting: it is full")
+    assert world.is_available("plain") is True

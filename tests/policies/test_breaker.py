@@ -140,7 +140,10 @@ def test_a_long_rest_is_for_calls_that_have_another_way(clock: Clock) -> None:
     """A call that no other deployment can take probes 10 s after a retry-after of an hour; it says so."""
     breaker = Breaker(clock, limits=LIMITS)
     breaker.record_failure("probe", retry_after_s=3600)
-    assert breaker.reason == "it asked to be left alone, next try in 1 h, or in 10 s if no other deployment can answer"
+    assert (
+        breaker.reason
+        == "it is full and asked to be left alone, next try in 1 h, or in 10 s if no other deployment can answer"
+    )
     clock.now_s += 9.9
     assert not breaker.allows(is_alone=True)
     clock.now_s += 0.2

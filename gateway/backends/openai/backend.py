@@ -26,6 +26,7 @@ from gateway.wire.types import CHAT, KINDS
 
 _SET_ANEW = frozenset({"cache", "stream", "stream_options"})  # `cache` is Sameway's own
 _FRAMING = frozenset({"connection", "content-length", "transfer-encoding", "upgrade", "expect", "te", "trailer"})
+_METRICS_BYTES_MAX = 4 << 20
 _IN_PATHS = "/%:@!$&'()*+,;=~-._"  # characters that need no quoting in a path
 
 
@@ -122,11 +123,21 @@ class OpenAIBackend:
                 return {}, f"{subject} holds characters that no header can carry"
         return fields, ""
 
-    def _head(self, path: str, method: str = "POST", query: str = "", headers: Iterable[tuple[str, str]] = ()) -> bytes:
-        """The request line and the headers that all requests to `path` share."""
+    def _head(
+        self,
+        path: str,
+        method: str = "POST",
+        query: str = "",
+        headers: Iterable[tuple[str, str]] = (),
+        root: str | None = None,
+    ) -> bytes:
+        """The request line and the headers that all requests to `path` share, below the base URL's path
+        or `root`.
+        """
         origin, url = self._origin, self._url
+        root = url.path.rstrip("/") if root is None else root
         query = "&".join(filter(None, (url.query, query)))
-        target = quote(url.path.rstrip("/") + path, safe=_IN_PATHS) + (f"?{query}" if query else "")
+        target = quote(root + path, safe=_IN_PATHS) + (f"?{query}" if query else "")
         if origin.is_forwarded:
             target = f"http://{origin.authority}{target}"
         fields = {"host": ("Host", origin.authority)} | self._fields(headers)[0]
@@ -152,6 +163,23 @@ class OpenAIBackend:
         if self._pool is not None:
             self._pool.aclose()
             self._pool = None
+
+    async def metrics(self) -> str:
+        """The text at the server's `/metrics`, beside its `/v1`; empty where it has none.
+
+        Raises TransportError.
+        """
+        if self._pool is None:
+            return ""
+        head = self._head("/metrics", "GET", root=self._url.path.rstrip("/").removesuffix("/v1"))
+        exchange, text = Exchange(head + b"\r\n"), b""
+        try:
+            await self._pool.send(exchange)
+            while len(text) < _METRICS_BYTES_MAX and (data := await exchange.read()):
+                text += data
+        finally:
+            exchange.release()
+        return text.decode("utf-8", "replace") if exchange.status == 200 else ""
 
     def stream(self, request: BackendRequest) -> OpenAIStream:
         return OpenAIStream(
