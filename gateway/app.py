@@ -85,6 +85,7 @@ from gateway.telemetry import metric_names as m
 from gateway.telemetry.health import HealthMonitor
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.stats import Stats
+from gateway.transport.contents import contents_at
 from gateway.wire.errors import ApiError, BadRequest
 from gateway.wire.fold import fold
 from gateway.wire.types import KINDS, Chunk
@@ -398,7 +399,7 @@ def _batches(
     settings: Settings, accounts: Accounts, pipeline: Pipeline, metrics: Metrics, routes: Routes
 ) -> dict[str, Any]:
     """The files and batches of `WorkerParts`."""
-    files = Files(accounts.database, settings.batches, settings.files_dir)
+    files = Files(accounts.database, settings.batches, contents_at(settings.files_url))
     batches = Batches(accounts.database, files, settings.batches)
     runner = BatchRunner(
         batches=batches,

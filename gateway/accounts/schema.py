@@ -107,12 +107,13 @@ budget_counts = _table(
 )
 
 # One row. `version` grows with each change to the tables above. `is_claimed`: the first team and
-# key exist.
+# key exist. `files_id`: the mark of the place that has the files' contents.
 installation = _table(
     "installation",
     sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("version", sa.BigInteger, nullable=False),
     sa.Column("is_claimed", sa.Boolean, nullable=False),
+    sa.Column("files_id", sa.Text, nullable=False, server_default=""),
     sa.CheckConstraint("id = 1", name="single"),
 )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.batches.files import INPUTS, File, Files, storage_error
+from gateway.batches.files import INPUTS, File, Files, key_of, storage_error
 from gateway.wire.chunks import UNREADABLE
 from gateway.wire.errors import BadRequest, NotFound
 
@@ -47,12 +47,17 @@ async def with_files(raw: bytes, files: Files, team_id: int, bytes_max: int) -> 
                 reason = f"The request and its files have more than {bytes_max} bytes: send less"
                 raise BadRequest(reason, param="file_id", code="context_length_exceeded")
             try:
-                content = await asyncio.to_thread(files.path(file.id).read_bytes)
+                content = await asyncio.to_thread(_content, files, file)
             except OSError as error:
                 raise storage_error(error) from None
             _place(part, holder, file, content)
             is_changed = True
     return msgspec.json.encode(body) if is_changed else raw
+
+
+def _content(files: Files, file: File) -> bytes:
+    with files.contents.open(key_of(file.team_id, file.id)) as content:
+        return content.read()
 
 
 def _parts(value: Any) -> Iterator[dict[str, Any]]:

@@ -20,6 +20,7 @@ from gateway.accounts.database import Database
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.batches.files import INPUT, Files, Upload
 from gateway.settings import BatchSettings, ResponseSettings
+from gateway.transport.contents import Folder
 from gateway.wire.errors import Forbidden, Unavailable
 
 MAX = 200_000
@@ -35,7 +36,7 @@ class Hosts:
         responses = ResponseSettings(team_bytes_max=MAX, retention_s=3_600)
         batches = BatchSettings(team_bytes_max=MAX, team_files_max=50, file_bytes_max=MAX)
         self.responses = [ResponseStore(one, lambda: self.now_s, responses, lambda *_: None) for one in self.databases]
-        self.files = [Files(one, batches, folder, lambda: self.now_s) for one in self.databases]
+        self.files = [Files(one, batches, Folder(folder), lambda: self.now_s) for one in self.databases]
 
     async def check(self) -> dict[tuple[int, str], tuple[int, int]]:
         """The counts by team and store, which are those of the rows, and their bytes those of all that a row has."""

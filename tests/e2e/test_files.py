@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from gateway.batches import files as files_module
+from gateway.transport import contents as contents_module
 from tests.e2e.gateway import API_KEY, deployment
 from tests.e2e.upstream import Upstream
 from tests.e2e.worker import Host, NewHost
@@ -152,7 +152,8 @@ async def test_a_full_disk_is_said(host: Host, monkeypatch: pytest.MonkeyPatch) 
     def full(*_: object) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files_module, "created", full)
+    assert await host.parts.files.are_ours()
+    monkeypatch.setattr(contents_module, "created", full)
     with pytest.raises(openai.InternalServerError) as caught:
         await host.client.files.create(file=("a", LINE), purpose="batch")
     assert (caught.value.status_code, caught.value.code) == (507, "storage_full")
@@ -162,7 +163,7 @@ async def test_a_full_disk_is_said(host: Host, monkeypatch: pytest.MonkeyPatch) 
 
 async def test_what_is_over_is_swept(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """An expired file, a deleted team's, and an upload whose process ended go; names of others in the folder stay."""
-    files, folder = host.parts.files, host.parts.settings.files_dir
+    files, folder = host.parts.files, host.folder
     team_id, other = await host.team()
     kept = await host.client.files.create(file=("a", LINE), purpose="batch")
     hour: Any = {"anchor": "created_at", "seconds": 3_600}

@@ -51,7 +51,7 @@ def hosts(
             "database_url": postgres.create_database(),
             "cache": {"is_semantic": False},
             "budgets": {"hold_lease_s": 5},
-            "batches": {"files_dir": str(tmp_path_factory.mktemp("files"))},
+            "batches": {"files_url": tmp_path_factory.mktemp("files").as_uri()},
             "models": {
                 "dear": {"deployments": [deployment(upstream_process.url, "dear", output_tokens_max=1000)]},
                 "slow": {"deployments": [deployment(upstream_process.url, "slow", "mock?delay_ms=1000")]},
