@@ -195,7 +195,7 @@ class Files:
         self.contents = contents
         self._are_ours = False
         self._looked_s = -_LOOK_EVERY_S
-        self._told = ""
+        self._reason = ""
         self.held = Holdings(database, _files, "bytes")
         self._database = database
         self.clock = clock
@@ -218,11 +218,11 @@ class Files:
             except OSError as error:
                 why = f"{type(error).__name__}: {error}"
             self._are_ours, self._looked_s = bool(mark) and mark == wanted, time.monotonic()
-            if not self._are_ours and why != self._told:
+            if not self._are_ours and why != self._reason:
                 consequence = "no uploads and no lines of batches on this host"
                 expected = f"one batches.files_url for all hosts; after a move, {MARKER} in it with the database's id"
                 _log.error("files_not_ours", reason=why, consequence=consequence, wanted=expected)
-            self._told = "" if self._are_ours else why
+            self._reason = "" if self._are_ours else why
         return self._are_ours
 
     @uncancelled
@@ -369,8 +369,8 @@ class Files:
             return
         changes = dict[str, float]()
         for key, changed_s in (await asyncio.to_thread(self.contents.keys)).items():
-            if found := _OWN.match(key):
-                changes[found[0]] = max(changes.get(found[0], 0.0), changed_s)
+            if match := _OWN.match(key):
+                changes[match[0]] = max(changes.get(match[0], 0.0), changed_s)
         # after the contents: a row is made before its content
         await self._forget({_id_of(key): changed_s for key, changed_s in changes.items()})
         needed = set(await self._database.scalars(sa.select(_files.c.id)))

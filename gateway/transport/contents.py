@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import unquote, urlsplit
 
-SCHEMES = ("file", "s3")
 _BLOCK_BYTES = 1 << 20
 # S3 takes parts from 5 MiB and 10,000 of them (Amazon S3 User Guide, "Multipart upload limits")
 _PART_BYTES, _PARTS_AT_ONCE = 8 << 20, 2
@@ -160,10 +159,10 @@ class ObjectStore:
 
     def open(self, key: str) -> BinaryIO:
         with self.as_os_errors():
-            found = self._module.get(self._store, key)
-            size = found.meta["size"]
+            answer = self._module.get(self._store, key)
+            size = answer.meta["size"]
             if size <= _BLOCK_BYTES:
-                return io.BytesIO(found.bytes())
+                return io.BytesIO(answer.bytes())
         return io.BufferedReader(_Ranges(self, key, size), _BLOCK_BYTES)
 
     def read(self, key: str, start: int, length: int) -> memoryview:

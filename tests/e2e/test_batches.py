@@ -245,6 +245,40 @@ async def test_a_batch_whose_input_is_gone_ends(host: Host) -> None:
         assert {one["error"]["code"] for one in errors} == {"input_file_gone"}
 
 
+async def test_a_batch_ends_when_its_parts_add_up(
+    host: Host, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where outcomes of a chunk that is done are missing, the batch waits for them; when they stay away, their lines, and
+    no others, run again."""
+    monkeypatch.setattr(work_module, "PAUSE_S", 0.0)
+    made = await begin(host.client, *[line(f"l{number}") for number in range(130)])
+    folder, hidden = host.folder / made.id, host.folder.parent / "hidden"
+    ending = host.parts.batches.chunks
+
+    async def without(work: BatchLease) -> Any:
+        """As where another host wrote them elsewhere, or its writes are not seen yet."""
+        for one in folder.glob("1.*"):
+            one.rename(hidden)
+        return await ending(work)
+
+    monkeypatch.setattr(host.parts.batches, "chunks", without)
+    task = asyncio.create_task(run(host))
+    async with asyncio.timeout(20):
+        while (await host.client.batches.retrieve(made.id)).status != "finalizing":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    batch = await host.client.batches.retrieve(made.id)
+    assert (batch.status, batch.output_file_id, upstream.seen().generations) == ("finalizing", None, 130)
+    monkeypatch.setattr(host.parts.batches, "chunks", ending)
+    now = host.parts.batches.clock()
+    host.parts.batches.clock = lambda: now + 130.0
+    await task
+    batch, output, errors = await results(host.client, made.id)
+    assert (batch.status, batch.request_counts.completed, errors) == ("completed", 130, [])
+    assert sorted(one["custom_id"] for one in output) == sorted(f"l{number}" for number in range(130))
+    assert upstream.seen().generations == 130  # the cache had their answers
+
+
 async def test_a_batch_that_cannot_be_read_can_be_ended(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """While its input cannot be read a batch waits; it ends once it is cancelled, or its window is over."""
     unread = await begin(host.client, line("a"))
