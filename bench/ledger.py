@@ -26,6 +26,7 @@ import sqlalchemy as sa
 from gateway.accounts import LedgerRow
 from gateway.accounts.database import Database
 from gateway.accounts.ledger import Group, Ledger, LedgerFilter
+from gateway.accounts.ledger_writer import BATCH
 from gateway.accounts.rollups import SPANS, SUMS, period_of
 from policies import Usage
 from tests.services import run_postgres
@@ -71,8 +72,8 @@ async def _run(url: str, rows: int, days: int, runs: int) -> dict[str, Any]:
     timed = [_row(chance, f"w{number}", days) for number in range(min(_TIMED, rows))]
     timed.sort(key=lambda row: row.at_ms)
     began = time.perf_counter()
-    for start in range(0, len(timed), 500):
-        await ledger.append(timed[start : start + 500])
+    for start in range(0, len(timed), BATCH):
+        await ledger.append(timed[start : start + BATCH])
     written_per_s = len(timed) / (time.perf_counter() - began)
     began = time.perf_counter()
     await _fill(database, len(timed), rows, days)

@@ -171,12 +171,12 @@ class Ledger:
     async def _append(self, connection: AsyncConnection, by_id: Mapping[str, LedgerRow]) -> int:
         table = schema.ledger
         if self.database.is_sqlite:
-            new = await _insert_sqlite(connection, by_id)
+            new = await _insert_sqlite(self.database, connection, by_id)
         else:  # a writer that pauses in here must not block the next one
             await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
-            insert = self.database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
-            values = list(map(flat_row, by_id.values()))
-            new = [by_id[row_id] for row_id in (await connection.execute(insert, values)).scalars()]
+            then, values = "ON CONFLICT (id) DO NOTHING RETURNING id", list(map(_values_of, by_id.values()))
+            ids = await self.database.insert_many(connection, table, tuple(COLUMNS), values, then)
+            new = [by_id[row_id] for row_id in ids]
         alike = rollups.alike(new)
         await self._add_to_days(connection, alike)
         await rollups.add(connection, self.database, alike)
@@ -400,11 +400,12 @@ def _lines_of_hits(row: HitsRow) -> Iterator[_Line]:
             yield (*key, line), requests, amount
 
 
-async def _insert_sqlite(connection: AsyncConnection, by_id: Mapping[str, LedgerRow]) -> list[LedgerRow]:
+async def _insert_sqlite(
+    database: Database, connection: AsyncConnection, by_id: Mapping[str, LedgerRow]
+) -> list[LedgerRow]:
     """Insert the rows with new ids, and return them.
 
-    Reads the known ids first: no other writer runs meanwhile. Uses the driver directly, since
-    sqlalchemy's way to insert many rows costs several times SQLite's own work.
+    Reads the known ids first: no other writer runs meanwhile.
     """
     ids = msgspec.json.encode(tuple(by_id)).decode()
     found = await connection.exec_driver_sql(_KNOWN, (ids,))
@@ -413,10 +414,8 @@ async def _insert_sqlite(connection: AsyncConnection, by_id: Mapping[str, Ledger
     usual_rows, unusual_rows = list[LedgerRow](), list[LedgerRow]()
     for row in new:
         (usual_rows if _rest_of(row) == _USUAL_REST else unusual_rows).append(row)
-    for names, read, rows in ((_PLAIN, _plain_of, usual_rows), (COLUMNS, _values_of, unusual_rows)):
-        if rows:
-            insert = f"INSERT INTO ledger ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-            await connection.exec_driver_sql(insert, list(map(read, rows)))
+    for names, read, rows in ((_PLAIN, _plain_of, usual_rows), (tuple(COLUMNS), _values_of, unusual_rows)):
+        await database.insert_many(connection, schema.ledger, names, list(map(read, rows)))
     return new
 
 
