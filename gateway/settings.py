@@ -552,6 +552,12 @@ class BatchSettings(_Section):
         return None if url is None else _place(url)
 
 
+class LedgerSettings(_Section):
+    kept_days: int | None = Field(None, ge=32, le=36_500)
+    """days that a row of the ledger is kept at least: a month is removed whole once it ended so long
+    ago, and its sums stay; absent: for ever"""
+
+
 class ResponseSettings(_Section):
     store: bool = True
     """keep what /v1/responses answers, with its input, unless the request has `store: false`"""
@@ -621,6 +627,7 @@ class Settings(_Section):
     budgets: BudgetSettings = BudgetSettings()
     alerts: AlertSettings = AlertSettings()
     batches: BatchSettings = BatchSettings()
+    ledger: LedgerSettings = LedgerSettings()
     responses: ResponseSettings = ResponseSettings()
     engines: dict[str, EngineSettings] = {"default": EngineSettings()}
     """local engines, one process each"""

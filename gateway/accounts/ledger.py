@@ -20,10 +20,11 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.accounts import rollups, schema
+from gateway.accounts import months, rollups, schema
 from gateway.accounts.audit import AuditRow, inserted
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
+from gateway.accounts.months import HOUR_MS
 from gateway.accounts.rollups import CORRECTION, DAY_MS, SPANS, SUMS
 from gateway.accounts.row import BOOKED, COUNTS, KINDS, HitsRow, LedgerRow, columns_of
 from policies import Usage, WindowKind
@@ -174,11 +175,12 @@ class Ledger:
             new = await _insert_sqlite(self.database, connection, by_id)
         else:  # a writer that pauses in here must not block the next one
             await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
-            then, values = "ON CONFLICT (id) DO NOTHING RETURNING id", list(map(_values_of, by_id.values()))
+            await months.prepare(connection, self.database, table, [row.at_ms for row in by_id.values()])
+            then, values = "ON CONFLICT (id, at_ms) DO NOTHING RETURNING id", list(map(_values_of, by_id.values()))
             ids = await self.database.insert_many(connection, table, tuple(COLUMNS), values, then)
             new = [by_id[row_id] for row_id in ids]
         alike = rollups.alike(new)
-        await self._add_to_days(connection, alike)
+        await self._add_to_days(connection, alike, new)
         await rollups.add(connection, self.database, alike)
         await self._add_to_savings(connection, _lines(new))
         await self._add_to_counts(connection, new)
@@ -231,7 +233,8 @@ class Ledger:
         by_id = {row.id: row for row in sorted(rows, key=lambda row: row.id)}
         async with self.database.writing() as connection:
             table = schema.ledger_hits
-            insert = self.database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
+            await months.prepare(connection, self.database, table, [row.at_ms for row in by_id.values()])
+            insert = self.database.insert(table).on_conflict_do_nothing().returning(table.c.id)
             new: list[str] = []
             for row in by_id.values():  # few
                 new += (await connection.execute(insert, msgspec.structs.asdict(row))).scalars()
@@ -313,14 +316,14 @@ class Ledger:
 
         Covers deleted teams, and teams that spent nothing.
         """
-        rows, days = schema.ledger, schema.ledger_days
+        hours, days = schema.ledger_hours, schema.ledger_days
         spends: list[DrainedSpend] = []
         async with self.database.reading() as connection:
             known = sa.union(sa.select(schema.teams.c.id), sa.select(days.c.team_id))
             team_ids = sorted((await connection.execute(known)).scalars())
             for window in windows:
                 if window.kind is WindowKind.HOUR:
-                    table, column, unit_ms = rows, rows.c.at_ms, 1
+                    table, column, unit_ms = hours, hours.c.hour, HOUR_MS
                 else:  # whole days
                     table, column, unit_ms = days, days.c.day, DAY_MS
                 statement = sa.select(table.c.team_id, sa.func.sum(table.c.cost_microusd)).group_by(table.c.team_id)
@@ -350,12 +353,18 @@ class Ledger:
                 known[1] = max(known[1], charge.keep_until_ms)
         await self.database.add_up(connection, schema.budget_counts, ("spent", "keep_until_ms"), sums, ["spent"])
 
-    async def _add_to_days(self, connection: AsyncConnection, rows: Sequence[rollups.Alike]) -> None:
+    async def _add_to_days(
+        self, connection: AsyncConnection, rows: Sequence[rollups.Alike], all_rows: Iterable[LedgerRow]
+    ) -> None:
         sums: dict[tuple[int, int, int, str, str, str], list[int]] = {}
         for row, amounts in rows:
             key = (row.at_ms // DAY_MS, row.team_id, row.key_id, row.alias, row.deployment, row.kind)
             rollups.sum_up(sums, key, amounts)
         await self.database.add_up(connection, schema.ledger_days, SUMS, sums)
+        by_hour: dict[tuple[int, int], list[int]] = {}
+        for row in all_rows:
+            rollups.sum_up(by_hour, (row.at_ms // HOUR_MS, row.team_id), (row.cost_microusd,))
+        await self.database.add_up(connection, schema.ledger_hours, ("cost_microusd",), by_hour)
 
     async def _add_to_savings(self, connection: AsyncConnection, lines: Iterable[_Line]) -> None:
         sums: dict[tuple[int, int, str, str], list[int]] = {}

@@ -25,8 +25,10 @@ import msgspec
 from redis.exceptions import RedisError
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
+from gateway.accounts import months
 from gateway.accounts.ledger import Ledger
 from gateway.accounts.row import HitsRow, LedgerRow, decode_row
+from gateway.loggers import get_logger
 from policies import Budgets
 from policies.budgets import LockLost
 from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM
@@ -41,7 +43,10 @@ _SKEW_MS = 300_000
 _IDLE_S = 0.25
 _FOLLOWER_IDLE_S = 1.0
 _TROUBLE_S_MAX = 5.0
+_FORGET_EVERY_S = 3_600.0
 _OWN_RESTATED_MAX = 10_000  # more of them only after Redis lost its memory, or another writer its lock
+
+_log = get_logger()
 
 # KEYS stream. ARGV count. Replies the oldest entries, of which each client of Redis makes other values.
 _READ = "return redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', ARGV[1])"
@@ -84,7 +89,8 @@ class _StreamEntry:
 class LedgerWriter:
     """Writes the ledger's stream to SQL: `run` it until cancelled, or call `step`.
 
-    `clock` gives unix seconds; `token` must differ between writers.
+    `clock` gives unix seconds; `token` must differ between writers. Months that ended `kept_days`
+    ago are removed; None: none.
     """
 
     redis: RedisCommands
@@ -94,8 +100,10 @@ class LedgerWriter:
     clock: Callable[[], float] = time.time
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     restate_every_s: float = 60.0
+    kept_days: int | None = None
     stats: WriterStats = field(default_factory=WriterStats)
     _restated_at_s: float | None = None
+    _forgot_at_s: float = -_FORGET_EVERY_S
     _trouble_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -132,6 +140,10 @@ class LedgerWriter:
         if is_due or not await self.budgets.is_ready():
             await self._restate()
             self._restated_at_s = now_s
+        if now_s - self._forgot_at_s >= _FORGET_EVERY_S:
+            self._forgot_at_s = now_s
+            for month in await months.forget(self.ledger.database, int(now_s * 1000), self.kept_days):
+                _log.info("ledger_month_dropped", month=month, kept_days=self.kept_days)
         return True
 
     async def backlog(self) -> int:

@@ -177,11 +177,11 @@ conversation_items = _table(
     sqlite_autoincrement=True,
 )
 
-# One row per generation, by the id of its hold. No foreign keys: rows outlive teams and keys.
+# One row per generation, by the id of its hold. No foreign keys: rows outlive teams and keys. PostgreSQL
+# keeps each month in a partition (`months.py`), so its key has the moment, which the id determines.
 ledger = _table(
     "ledger",
-    sa.Column("id", sa.Text, primary_key=True),
-    sa.Column("at_ms", sa.BigInteger, nullable=False),
+    *_key(id=sa.Text, at_ms=sa.BigInteger),
     sa.Column("request_id", sa.Text, nullable=False),
     *_columns(sa.Integer, "team_id", "key_id"),
     *_columns(sa.Text, "alias", "deployment"),
@@ -196,6 +196,13 @@ ledger = _table(
     *_columns(sa.Text, "user", "tags", default=""),
     sa.Index(None, "at_ms", "id"),
     sa.Index(None, "team_id", "at_ms", "id"),
+    postgresql_partition_by="RANGE (at_ms)",
+)
+
+# The ledger's costs by hour (hours since 1970), written in the transaction of the rows. Budgets of an
+# hour are read from it.
+ledger_hours = _table(
+    "ledger_hours", *_key(hour=sa.BigInteger, team_id=sa.Integer), *_columns(sa.BigInteger, "cost_microusd")
 )
 
 # What an admin asked to see. No foreign keys: rows outlive teams.
@@ -230,11 +237,12 @@ ledger_rollups = _table(
 # Requests that were answered without a generation, summed by each worker every few seconds.
 ledger_hits = _table(
     "ledger_hits",
-    sa.Column("id", sa.Text, primary_key=True),
-    sa.Column("at_ms", sa.BigInteger, nullable=False),
+    *_key(id=sa.Text, at_ms=sa.BigInteger),
     sa.Column("team_id", sa.Integer, nullable=False),
     *_columns(sa.Text, "alias", "source"),
     *_columns(sa.BigInteger, "requests", "unknown", "baseline_microusd"),
+    sa.Index(None, "at_ms"),
+    postgresql_partition_by="RANGE (at_ms)",
 )
 
 # What the rows of both cost, would have cost, and why, summed by UTC day in their transaction.
