@@ -34,6 +34,7 @@ from gateway.accounts.audit import Audit
 from gateway.accounts.database import NoAnswer
 from gateway.accounts.errors import SchemaUnknown
 from gateway.accounts.ledger import Ledger
+from gateway.accounts.ledger_files import LedgerFiles
 from gateway.accounts.ledger_writer import HitsWriter, LedgerWriter
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.accounts.sessions import Sessions
@@ -544,6 +545,9 @@ def start_loops(parts: WorkerParts, stack: AsyncExitStack) -> None:
         "responses": lambda: _every(_PURGE_EVERY_S, parts.stored_responses.purge),
         "memory": lambda: _every(_TIDY_EVERY_S, partial(_tidy, parts.pipeline)),
     }
+    if parts.settings.ledger.files_url:
+        exported = LedgerFiles(parts.ledger, contents_at(parts.settings.ledger.files_url), parts.link, time.time)
+        loops["ledger_files"] = exported.run
     if parts.settings.cache.is_semantic:
         loops["judging"] = parts.learning.judging.run
         loops["truth"] = lambda: _every(_TRUTH_EVERY_S, parts.learning.look)

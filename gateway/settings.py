@@ -556,6 +556,16 @@ class LedgerSettings(_Section):
     kept_days: int | None = Field(None, ge=32, le=36_500)
     """days that a row of the ledger is kept at least: a month is removed whole once it ended so long
     ago, and its sums stay; absent: for ever"""
+    files_url: str | None = None
+    """where each hour of the ledger is written as Parquet: file:///FOLDER or s3://BUCKET/PREFIX
+    (needs the extra `parquet`, and `s3`); absent: nowhere"""
+
+    @field_validator("files_url")
+    @classmethod
+    def _is_a_place(cls, url: str | None) -> str | None:
+        if url is not None and find_spec("pyarrow") is None:
+            raise ValueError("found a place without the library for its files: install `sameway[parquet]`")
+        return None if url is None else _place(url)
 
 
 class ResponseSettings(_Section):

@@ -52,9 +52,9 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2350, "gateway/accounts": 2630, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 4250,
+    "gateway": 2360, "gateway/accounts": 2750, "gateway/admin": 3240, "gateway/alerts": 440, "gateway/api": 4250,
     "gateway/backends": 2930, "gateway/batches": 1210, "gateway/deployments": 1280, "gateway/journey": 3000,
-    "gateway/learning": 1510, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 790,
+    "gateway/learning": 1510, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 800,
     "gateway/wire": 2170, "cache": 1070, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1240,
     "cache/semantic": 1110, "cache/verdicts": 590, "cache/worker": 560, "policies": 2240, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
@@ -69,7 +69,6 @@ SMALL_FILES: dict[str, str] = {
     "cache/worker/judging.py": "the other half of the worker, without its socket",
     "cache/decision/normal_form.py": "read by the gateway, which imports no numpy",
     "gateway/admin/guesses.py": "one mechanism with tests of its own",
-    "gateway/admin/parquet.py": "a format of its own, by an extra",
     "gateway/worker.py": "a process",
     "ipc/options.py": "no part of the calls",
     "local_engine/executors/torch.py": "one of three ways to run a step, each a module",

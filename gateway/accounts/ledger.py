@@ -239,6 +239,7 @@ class Ledger:
             for row in by_id.values():  # few
                 new += (await connection.execute(insert, msgspec.structs.asdict(row))).scalars()
             await self._add_to_savings(connection, [line for id in new for line in _lines_of_hits(by_id[id])])
+            await self._changed(connection, {by_id[id].at_ms // HOUR_MS for id in new})
 
     async def rows(self, where: LedgerFilter, limit: int = 100, cursor: str | None = None) -> LedgerPage:
         """A page of rows, newest first. Raises Invalid for a malformed `cursor`."""
@@ -365,6 +366,11 @@ class Ledger:
         for row in all_rows:
             rollups.sum_up(by_hour, (row.at_ms // HOUR_MS, row.team_id), (row.cost_microusd,))
         await self.database.add_up(connection, schema.ledger_hours, ("cost_microusd",), by_hour)
+        await self._changed(connection, {hour for hour, _ in by_hour})
+
+    async def _changed(self, connection: AsyncConnection, hours: Iterable[int]) -> None:
+        counts = {(hour,): (1, 0) for hour in hours}
+        await self.database.add_up(connection, schema.ledger_exports, ("changes", "exported"), counts)
 
     async def _add_to_savings(self, connection: AsyncConnection, lines: Iterable[_Line]) -> None:
         sums: dict[tuple[int, int, str, str], list[int]] = {}

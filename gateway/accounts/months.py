@@ -64,8 +64,8 @@ async def prepare(connection: AsyncConnection, database: Database, table: sa.Tab
 @uncancelled
 async def forget(database: Database, now_ms: int, kept_days: int | None) -> list[str]:
     """Remove the months that ended `kept_days` ago, and old hours. Returns the names of the removed months."""
-    hours = schema.ledger_hours
-    await database.write(sa.delete(hours).where(hours.c.hour < now_ms // HOUR_MS - _HOURS_KEPT), is_durable=False)
+    for hours in (schema.ledger_hours, schema.ledger_exports):
+        await database.write(sa.delete(hours).where(hours.c.hour < now_ms // HOUR_MS - _HOURS_KEPT), is_durable=False)
     oldest = month_of(now_ms - kept_days * 86_400_000) if kept_days is not None else None
     removed: list[str] = []
     while oldest is not None:

@@ -205,6 +205,10 @@ ledger_hours = _table(
     "ledger_hours", *_key(hour=sa.BigInteger, team_id=sa.Integer), *_columns(sa.BigInteger, "cost_microusd")
 )
 
+# How often the rows and hits of an hour have changed, and up to which change its files have them
+# (`ledger_files.py`).
+ledger_exports = _table("ledger_exports", *_key(hour=sa.BigInteger), *_columns(sa.BigInteger, "changes", "exported"))
+
 # What an admin asked to see. No foreign keys: rows outlive teams.
 audit = _table(
     "audit",

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import io
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
@@ -43,7 +44,10 @@ class Contents(Protocol):
     """The place of contents."""
 
     def open(self, key: str) -> BinaryIO: ...
-    def create(self, key: str) -> Writing: ...
+    def create(self, key: str, *, is_replaced: bool = False) -> Writing:
+        """Begin a new content; with `is_replaced` one that takes the place of another at `seal`."""
+        ...
+
     def appending(self, key: str) -> Parts: ...
 
     def keys(self, under: str = "") -> dict[str, float]:
@@ -56,9 +60,19 @@ class Contents(Protocol):
 
 
 class _LocalFile(io.FileIO):
+    renamed: tuple[Path, Path] | None = None
+
     def seal(self) -> None:
         with self:
             os.fsync(self.fileno())
+            if self.renamed is not None:
+                os.replace(*self.renamed)
+                self.renamed = None
+
+    def close(self) -> None:
+        super().close()
+        if self.renamed is not None:  # not sealed
+            self.renamed[0].unlink(missing_ok=True)
 
 
 def created(path: Path) -> _LocalFile:
@@ -81,8 +95,14 @@ class Folder:
     def open(self, key: str) -> BinaryIO:
         return self.place(key).open("rb")
 
-    def create(self, key: str) -> Writing:
-        return created(self.place(key))
+    def create(self, key: str, *, is_replaced: bool = False) -> Writing:
+        path = self.place(key)
+        if not is_replaced:
+            return created(path)
+        hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        file = created(hidden)
+        file.renamed = hidden, path
+        return file
 
     def appending(self, key: str) -> Parts:
         return _LocalParts(self.place(key))
@@ -169,7 +189,7 @@ class ObjectStore:
         with self.as_os_errors():
             return memoryview(self._module.get_range(self._store, key, start=start, length=length))
 
-    def create(self, key: str) -> Writing:
+    def create(self, key: str, *, is_replaced: bool = False) -> Writing:
         return _Upload(self, key)
 
     def writer(self, key: str) -> Any:
