@@ -34,6 +34,7 @@ from gateway.accounts.audit import Audit
 from gateway.accounts.database import NoAnswer
 from gateway.accounts.errors import SchemaUnknown
 from gateway.accounts.ledger import Ledger
+from gateway.accounts.ledger_files import LedgerFiles
 from gateway.accounts.ledger_writer import HitsWriter, LedgerWriter
 from gateway.accounts.provider_ids import ProviderIds
 from gateway.accounts.sessions import Sessions
@@ -87,6 +88,7 @@ from gateway.telemetry import metric_names as m
 from gateway.telemetry.health import HealthMonitor
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.stats import Stats
+from gateway.transport.contents import contents_at
 from gateway.wire.errors import ApiError, BadRequest
 from gateway.wire.fold import fold
 from gateway.wire.types import KINDS, Chunk
@@ -334,7 +336,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     for end in (learning.aclose, pipeline.drain, learning.stop):  # the last one first
         stack.push_async_callback(end)
     background = Background(pipeline, stored_responses, memory, link, partial(metrics.add, m.BACKGROUND_RESPONSES, 1))
-    writer = LedgerWriter(link, ledger, budgets)
+    writer = LedgerWriter(link, ledger, budgets, kept_days=settings.ledger.kept_days)
     watch = HealthMonitor(
         settings, link, accounts, writer=writer, semantic=semantic, fleet=fleet, money=money, pipeline=pipeline
     )
@@ -400,7 +402,7 @@ def _batches(
     settings: Settings, accounts: Accounts, pipeline: Pipeline, metrics: Metrics, routes: Routes
 ) -> dict[str, Any]:
     """The files and batches of `WorkerParts`."""
-    files = Files(accounts.database, settings.batches, settings.files_dir)
+    files = Files(accounts.database, settings.batches, contents_at(settings.files_url))
     batches = Batches(accounts.database, files, settings.batches)
     runner = BatchRunner(
         batches=batches,
@@ -551,6 +553,9 @@ def start_loops(parts: WorkerParts, stack: AsyncExitStack) -> None:
         loops |= {"load": load.run, "replicas": load.follow}
     if any(deployment.settings.concurrency_max for deployment in parts.fleet.deployments):
         loops["slots"] = SharedSlots(parts.fleet, parts.link, parts.settings.workers).run
+    if parts.settings.ledger.files_url:
+        exported = LedgerFiles(parts.ledger, contents_at(parts.settings.ledger.files_url), parts.link, time.time)
+        loops["ledger_files"] = exported.run
     if parts.settings.cache.is_semantic:
         loops["judging"] = parts.learning.judging.run
         loops["truth"] = lambda: _every(_TRUTH_EVERY_S, parts.learning.look)

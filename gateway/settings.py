@@ -14,6 +14,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlsplit
@@ -540,10 +541,22 @@ class AlertSettings(_Section):
         return self
 
 
+def _place(url: str) -> str:
+    """Check the URL of a folder or a bucket, and return it. Raises ValueError."""
+    parts = urlsplit(url)
+    if not (parts.scheme == "file" and not parts.netloc and parts.path.startswith("/")) and not (
+        parts.scheme == "s3" and parts.netloc and not parts.username
+    ):
+        raise ValueError(f"found {url!r}, expected file:///FOLDER or s3://BUCKET/PREFIX")
+    if parts.scheme == "s3" and find_spec("obstore") is None:
+        raise ValueError("found s3:// without the library for it: install `sameway[s3]`")
+    return url
+
+
 class BatchSettings(_Section):
-    files_dir: Path | None = None
-    """where files are kept, shared by the hosts of one database and by no others; default: `files`
-    in data_dir"""
+    files_url: str | None = None
+    """where files are kept, shared by the hosts of one database and by no others:
+    file:///FOLDER or s3://BUCKET/PREFIX (needs the extra `s3`); default: `files` in data_dir"""
     file_bytes_max: int = Field(200 << 20, gt=0)
     """a larger file is refused with 413"""
     team_bytes_max: int = Field(5 << 30, gt=0)
@@ -560,6 +573,27 @@ class BatchSettings(_Section):
     """batches of a team that have not ended"""
     concurrency: int = Field(8, ge=0, le=1_000)
     """lines that a worker runs at once, a quarter beside other requests; 0: none"""
+
+    @field_validator("files_url")
+    @classmethod
+    def _is_a_place(cls, url: str | None) -> str | None:
+        return None if url is None else _place(url)
+
+
+class LedgerSettings(_Section):
+    kept_days: int | None = Field(None, ge=32, le=36_500)
+    """days that a row of the ledger is kept at least: a month is removed whole once it ended so long
+    ago, and its sums stay; absent: for ever"""
+    files_url: str | None = None
+    """where each hour of the ledger is written as Parquet: file:///FOLDER or s3://BUCKET/PREFIX
+    (needs the extra `parquet`, and `s3`); absent: nowhere"""
+
+    @field_validator("files_url")
+    @classmethod
+    def _is_a_place(cls, url: str | None) -> str | None:
+        if url is not None and find_spec("pyarrow") is None:
+            raise ValueError("found a place without the library for its files: install `sameway[parquet]`")
+        return None if url is None else _place(url)
 
 
 class ResponseSettings(_Section):
@@ -631,6 +665,7 @@ class Settings(_Section):
     budgets: BudgetSettings = BudgetSettings()
     alerts: AlertSettings = AlertSettings()
     batches: BatchSettings = BatchSettings()
+    ledger: LedgerSettings = LedgerSettings()
     responses: ResponseSettings = ResponseSettings()
     engines: dict[str, EngineSettings] = {"default": EngineSettings()}
     """local engines, one process each"""
@@ -808,9 +843,9 @@ class Settings(_Section):
         return self.database_url or f"sqlite:///{self.data_dir.absolute() / 'sameway.db'}"
 
     @property
-    def files_dir(self) -> Path:
-        """The folder of files; by default, in the data directory."""
-        return self.batches.files_dir or self.data_dir.absolute() / "files"
+    def files_url(self) -> str:
+        """The place of files; by default, in the data directory."""
+        return self.batches.files_url or (self.data_dir.absolute() / "files").as_uri()
 
     @property
     def redis_target(self) -> str:

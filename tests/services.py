@@ -1,4 +1,4 @@
-"""Real Redis and PostgreSQL servers for tests, each a child process in a temporary folder, reached over a unix socket.
+"""Real Redis and PostgreSQL servers, and an object store, for tests, each a child process, most in a temporary folder.
 
 Knows nothing of Sameway. A server that cannot be had raises `ServiceUnavailable`: tests fail without it, they do not
 skip. Every child dies with the process that started it.
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -344,3 +345,53 @@ def run_postgres() -> Iterator[PostgresServer]:
             yield server
         finally:
             server.kill()
+
+
+class S3Server:
+    """moto's server with one bucket, in memory, on a port of its own: what it kept is gone with it."""
+
+    ENV = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.env = {**self.ENV, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}"}
+        self.url = "s3://bucket/some/prefix"
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=_die_with_parent
+        )
+
+    def start(self) -> None:
+        """Returns once the bucket is made."""
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while True:
+            with contextlib.suppress(OSError):
+                request = urllib.request.Request(f"{self.env['AWS_ENDPOINT_URL']}/bucket", method="PUT")
+                urllib.request.urlopen(request, timeout=10).close()
+                return
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise ServiceUnavailable("moto's server does not start: install `moto[server]`")
+            time.sleep(0.05)
+
+    def pause(self) -> None:
+        """It answers no more, until `go_on`."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(timeout=_START_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def run_s3() -> Iterator[S3Server]:
+    """A started object store with an empty bucket, gone afterwards."""
+    server = S3Server()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()

@@ -52,9 +52,9 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2360, "gateway/accounts": 2500, "gateway/admin": 3330, "gateway/alerts": 440, "gateway/api": 4240,
-    "gateway/backends": 2970, "gateway/batches": 1160, "gateway/deployments": 1740, "gateway/journey": 3070,
-    "gateway/learning": 1510, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 610,
+    "gateway": 2390, "gateway/accounts": 2750, "gateway/admin": 3290, "gateway/alerts": 440, "gateway/api": 4240,
+    "gateway/backends": 2970, "gateway/batches": 1210, "gateway/deployments": 1740, "gateway/journey": 3070,
+    "gateway/learning": 1510, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 800,
     "gateway/wire": 2200, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1240,
     "cache/semantic": 1110, "cache/verdicts": 590, "cache/worker": 560, "policies": 2410, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,

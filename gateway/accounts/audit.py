@@ -21,6 +21,7 @@ TRIED = "deployment_tried"
 BUDGET_RAISED = "budget_raised"
 BUDGET_RESET = "budget_reset"
 LEDGER_CORRECTED = "ledger_corrected"
+LEDGER_DROPPED = "ledger_dropped"
 BATCH_CANCELLED = "batch_cancelled"
 USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
 """The use of a deployment after an action; empty: in use."""
@@ -31,10 +32,10 @@ class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
     batch or a deployment.
 
     `at_ms` is unix milliseconds. `entry` is the id of the cached answer or the batch, the
-    certificate's alias, the change of the budget or the ledger, or the deployment's name. `team_id`
+    certificate's alias, the change of the budget or the ledger, its removed month, or the deployment's name. `team_id`
     is 0 for a change of the ledger or a deployment. `request_id` is empty except for answers;
-    `client` is the address, or the system's user for a command; `way` is `dashboard`, `api` or
-    `command`.
+    `client` is the address, or the system's user for a command; `way` is `dashboard`, `api`,
+    `command`, or `age` for a month of the ledger that was removed.
     """
 
     at_ms: int

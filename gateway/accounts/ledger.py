@@ -20,10 +20,11 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.accounts import rollups, schema
+from gateway.accounts import months, rollups, schema
 from gateway.accounts.audit import AuditRow, inserted
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
+from gateway.accounts.months import HOUR_MS
 from gateway.accounts.rollups import CORRECTION, DAY_MS, SPANS, SUMS
 from gateway.accounts.row import BOOKED, COUNTS, KINDS, HitsRow, LedgerRow, columns_of
 from policies import Usage, WindowKind
@@ -171,14 +172,15 @@ class Ledger:
     async def _append(self, connection: AsyncConnection, by_id: Mapping[str, LedgerRow]) -> int:
         table = schema.ledger
         if self.database.is_sqlite:
-            new = await _insert_sqlite(connection, by_id)
+            new = await _insert_sqlite(self.database, connection, by_id)
         else:  # a writer that pauses in here must not block the next one
             await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
-            insert = self.database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
-            values = list(map(flat_row, by_id.values()))
-            new = [by_id[row_id] for row_id in (await connection.execute(insert, values)).scalars()]
+            await months.prepare(connection, self.database, table, [row.at_ms for row in by_id.values()])
+            then, values = "ON CONFLICT (id, at_ms) DO NOTHING RETURNING id", list(map(_values_of, by_id.values()))
+            ids = await self.database.insert_many(connection, table, tuple(COLUMNS), values, then)
+            new = [by_id[row_id] for row_id in ids]
         alike = rollups.alike(new)
-        await self._add_to_days(connection, alike)
+        await self._add_to_days(connection, alike, new)
         await rollups.add(connection, self.database, alike)
         await self._add_to_savings(connection, _lines(new))
         await self._add_to_counts(connection, new)
@@ -231,11 +233,13 @@ class Ledger:
         by_id = {row.id: row for row in sorted(rows, key=lambda row: row.id)}
         async with self.database.writing() as connection:
             table = schema.ledger_hits
-            insert = self.database.insert(table).on_conflict_do_nothing(index_elements=["id"]).returning(table.c.id)
+            await months.prepare(connection, self.database, table, [row.at_ms for row in by_id.values()])
+            insert = self.database.insert(table).on_conflict_do_nothing().returning(table.c.id)
             new: list[str] = []
             for row in by_id.values():  # few
                 new += (await connection.execute(insert, msgspec.structs.asdict(row))).scalars()
             await self._add_to_savings(connection, [line for id in new for line in _lines_of_hits(by_id[id])])
+            await self._changed(connection, {by_id[id].at_ms // HOUR_MS for id in new})
 
     async def rows(self, where: LedgerFilter, limit: int = 100, cursor: str | None = None) -> LedgerPage:
         """A page of rows, newest first. Raises Invalid for a malformed `cursor`."""
@@ -313,14 +317,14 @@ class Ledger:
 
         Covers deleted teams, and teams that spent nothing.
         """
-        rows, days = schema.ledger, schema.ledger_days
+        hours, days = schema.ledger_hours, schema.ledger_days
         spends: list[DrainedSpend] = []
         async with self.database.reading() as connection:
             known = sa.union(sa.select(schema.teams.c.id), sa.select(days.c.team_id))
             team_ids = sorted((await connection.execute(known)).scalars())
             for window in windows:
                 if window.kind is WindowKind.HOUR:
-                    table, column, unit_ms = rows, rows.c.at_ms, 1
+                    table, column, unit_ms = hours, hours.c.hour, HOUR_MS
                 else:  # whole days
                     table, column, unit_ms = days, days.c.day, DAY_MS
                 statement = sa.select(table.c.team_id, sa.func.sum(table.c.cost_microusd)).group_by(table.c.team_id)
@@ -350,12 +354,23 @@ class Ledger:
                 known[1] = max(known[1], charge.keep_until_ms)
         await self.database.add_up(connection, schema.budget_counts, ("spent", "keep_until_ms"), sums, ["spent"])
 
-    async def _add_to_days(self, connection: AsyncConnection, rows: Sequence[rollups.Alike]) -> None:
+    async def _add_to_days(
+        self, connection: AsyncConnection, rows: Sequence[rollups.Alike], all_rows: Iterable[LedgerRow]
+    ) -> None:
         sums: dict[tuple[int, int, int, str, str, str], list[int]] = {}
         for row, amounts in rows:
             key = (row.at_ms // DAY_MS, row.team_id, row.key_id, row.alias, row.deployment, row.kind)
             rollups.sum_up(sums, key, amounts)
         await self.database.add_up(connection, schema.ledger_days, SUMS, sums)
+        by_hour: dict[tuple[int, int], list[int]] = {}
+        for row in all_rows:
+            rollups.sum_up(by_hour, (row.at_ms // HOUR_MS, row.team_id), (row.cost_microusd,))
+        await self.database.add_up(connection, schema.ledger_hours, ("cost_microusd",), by_hour)
+        await self._changed(connection, {hour for hour, _ in by_hour})
+
+    async def _changed(self, connection: AsyncConnection, hours: Iterable[int]) -> None:
+        counts = {(hour,): (1, 0) for hour in hours}
+        await self.database.add_up(connection, schema.ledger_exports, ("changes", "exported"), counts)
 
     async def _add_to_savings(self, connection: AsyncConnection, lines: Iterable[_Line]) -> None:
         sums: dict[tuple[int, int, str, str], list[int]] = {}
@@ -400,11 +415,12 @@ def _lines_of_hits(row: HitsRow) -> Iterator[_Line]:
             yield (*key, line), requests, amount
 
 
-async def _insert_sqlite(connection: AsyncConnection, by_id: Mapping[str, LedgerRow]) -> list[LedgerRow]:
+async def _insert_sqlite(
+    database: Database, connection: AsyncConnection, by_id: Mapping[str, LedgerRow]
+) -> list[LedgerRow]:
     """Insert the rows with new ids, and return them.
 
-    Reads the known ids first: no other writer runs meanwhile. Uses the driver directly, since
-    sqlalchemy's way to insert many rows costs several times SQLite's own work.
+    Reads the known ids first: no other writer runs meanwhile.
     """
     ids = msgspec.json.encode(tuple(by_id)).decode()
     found = await connection.exec_driver_sql(_KNOWN, (ids,))
@@ -413,10 +429,8 @@ async def _insert_sqlite(connection: AsyncConnection, by_id: Mapping[str, Ledger
     usual_rows, unusual_rows = list[LedgerRow](), list[LedgerRow]()
     for row in new:
         (usual_rows if _rest_of(row) == _USUAL_REST else unusual_rows).append(row)
-    for names, read, rows in ((_PLAIN, _plain_of, usual_rows), (COLUMNS, _values_of, unusual_rows)):
-        if rows:
-            insert = f"INSERT INTO ledger ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-            await connection.exec_driver_sql(insert, list(map(read, rows)))
+    for names, read, rows in ((_PLAIN, _plain_of, usual_rows), (tuple(COLUMNS), _values_of, unusual_rows)):
+        await database.insert_many(connection, schema.ledger, names, list(map(read, rows)))
     return new
 
 

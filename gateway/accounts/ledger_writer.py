@@ -25,8 +25,10 @@ import msgspec
 from redis.exceptions import RedisError
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 
+from gateway.accounts import months
 from gateway.accounts.ledger import Ledger
 from gateway.accounts.row import HitsRow, LedgerRow, decode_row
+from gateway.loggers import get_logger
 from policies import Budgets
 from policies.budgets import LockLost
 from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM
@@ -35,13 +37,16 @@ from policies.prices import MicroUSD
 from policies.redis import RedisCommands
 from policies.windows import windows_at
 
-_BATCH = 500
+BATCH = 2_000  # rows that are alike share their sums: more rows in a batch cost less each
 _LOCK_MS = 5_000
 _SKEW_MS = 300_000
 _IDLE_S = 0.25
 _FOLLOWER_IDLE_S = 1.0
 _TROUBLE_S_MAX = 5.0
+_FORGET_EVERY_S = 3_600.0
 _OWN_RESTATED_MAX = 10_000  # more of them only after Redis lost its memory, or another writer its lock
+
+_log = get_logger()
 
 # KEYS stream. ARGV count. Replies the oldest entries, of which each client of Redis makes other values.
 _READ = "return redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', ARGV[1])"
@@ -84,7 +89,8 @@ class _StreamEntry:
 class LedgerWriter:
     """Writes the ledger's stream to SQL: `run` it until cancelled, or call `step`.
 
-    `clock` gives unix seconds; `token` must differ between writers.
+    `clock` gives unix seconds; `token` must differ between writers. Months that ended `kept_days`
+    ago are removed; None: none.
     """
 
     redis: RedisCommands
@@ -94,8 +100,10 @@ class LedgerWriter:
     clock: Callable[[], float] = time.time
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     restate_every_s: float = 60.0
+    kept_days: int | None = None
     stats: WriterStats = field(default_factory=WriterStats)
     _restated_at_s: float | None = None
+    _forgot_at_s: float = -_FORGET_EVERY_S
     _trouble_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -132,6 +140,10 @@ class LedgerWriter:
         if is_due or not await self.budgets.is_ready():
             await self._restate()
             self._restated_at_s = now_s
+        if now_s - self._forgot_at_s >= _FORGET_EVERY_S:
+            self._forgot_at_s = now_s
+            for month in await months.forget(self.ledger.database, int(now_s * 1000), self.kept_days):
+                _log.info("ledger_month_dropped", month=month, kept_days=self.kept_days)
         return True
 
     async def backlog(self) -> int:
@@ -149,7 +161,7 @@ class LedgerWriter:
             return False
         while entries:
             await self._write(entries)
-            if len(entries) < _BATCH:
+            if len(entries) < BATCH:
                 break
             entries = await self._read(is_new=False)
             if entries is None:
@@ -160,7 +172,7 @@ class LedgerWriter:
         # only the holder reads: entries that one holder leaves, the next one finds in the stream
         if not await self._lease.take(is_new=is_new):
             return None
-        found = await self.redis.eval(_READ, 1, LEDGER_STREAM, _BATCH)
+        found = await self.redis.eval(_READ, 1, LEDGER_STREAM, BATCH)
         return [_entry(entry_id, fields) for entry_id, fields in found]
 
     async def _write(self, entries: Sequence[_StreamEntry]) -> None:
@@ -169,8 +181,9 @@ class LedgerWriter:
             new = await self.ledger.append([row for _, row in readable])
         except (DataError, IntegrityError) as error:
             if len(entries) > 1:  # find the faulty one
-                for entry in entries:
-                    await self._write([entry])
+                half = len(entries) // 2
+                await self._write(entries[:half])
+                await self._write(entries[half:])
                 return
             await self._set_aside(entries[0].id, f"{type(error).__name__}: {error.orig}")
             return

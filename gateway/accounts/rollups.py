@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
-from gateway.accounts.database import Database
+from gateway.accounts.database import Database, arrays
 from gateway.accounts.row import COUNTS, KINDS, LedgerRow, columns_of
 from policies.budgets import VALUES_MAX
 
@@ -51,6 +51,10 @@ _Label = tuple[int, str, int, str]
 
 _table = schema.ledger_rollups
 _names = tuple(column.name for column in _table.primary_key)
+_KNOWN = (
+    f"SELECT {', '.join(_names)} FROM ledger_rollups "
+    f"JOIN unnest({arrays(_table, _names)}) AS wanted ({', '.join(_names)}) USING ({', '.join(_names)})"
+)
 _amounts_of = columns_of(SUMS[1:])
 _labels_of = operator.attrgetter("team_id", "key_id", "alias", "deployment", "kind", "user", "tags")
 
@@ -110,7 +114,7 @@ async def add(connection: AsyncConnection, database: Database, rows: Sequence[Al
         for name, value in labels[row.id]:
             values_by_scope[block, TAGS, row.team_id].add(name)
             values_by_scope[block, tag_axis(name[1:]), row.team_id].add(value)
-    known_labels = await _admitted(connection, values_by_scope) if values_by_scope else set[_Label]()
+    known_labels = await _admitted(database, connection, values_by_scope) if values_by_scope else set[_Label]()
     sums: dict[_Label, list[int]] = {}
     for row, amounts in rows:
         fixed = ((TEAM, NONE), (KEY, str(row.key_id)), (ALIAS, row.alias), (DEPLOYMENT, row.deployment))
@@ -145,13 +149,18 @@ def _bounded(row: LedgerRow, tags: Sequence[tuple[str, str]], labels: Container[
         yield axis, value if (block, axis, row.team_id, value) in labels else OTHER
 
 
-async def _admitted(connection: AsyncConnection, values_by_scope: Mapping[_Scope, Iterable[str]]) -> set[_Label]:
+async def _admitted(
+    database: Database, connection: AsyncConnection, values_by_scope: Mapping[_Scope, Iterable[str]]
+) -> set[_Label]:
     """The wanted values that the table counts separately, with those that it admits now."""
     scope_columns, columns = [_table.c[name] for name in _names[:3]], [_table.c[name] for name in _names]
     labels = sorted((*scope, value) for scope, values in values_by_scope.items() for value in values)
     known_labels: set[_Label] = set()
     for part in _parts(labels):
-        rows = await connection.execute(sa.select(*columns).where(sa.tuple_(*columns).in_(part)))
+        if database.is_sqlite:
+            rows = await connection.execute(sa.select(*columns).where(sa.tuple_(*columns).in_(part)))
+        else:  # a tenth of the time of a thousand tuples in the statement
+            rows = await connection.exec_driver_sql(_KNOWN, tuple(map(list, zip(*part, strict=True))))
         known_labels.update((period, axis, team_id, value) for period, axis, team_id, value in rows)
     new: dict[_Scope, list[_Label]] = defaultdict(list)
     for label in labels:

@@ -107,12 +107,13 @@ budget_counts = _table(
 )
 
 # One row. `version` grows with each change to the tables above. `is_claimed`: the first team and
-# key exist.
+# key exist. `files_id`: the mark of the place that has the files' contents.
 installation = _table(
     "installation",
     sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("version", sa.BigInteger, nullable=False),
     sa.Column("is_claimed", sa.Boolean, nullable=False),
+    sa.Column("files_id", sa.Text, nullable=False, server_default=""),
     sa.CheckConstraint("id = 1", name="single"),
 )
 
@@ -176,11 +177,11 @@ conversation_items = _table(
     sqlite_autoincrement=True,
 )
 
-# One row per generation, by the id of its hold. No foreign keys: rows outlive teams and keys.
+# One row per generation, by the id of its hold. No foreign keys: rows outlive teams and keys. PostgreSQL
+# keeps each month in a partition (`months.py`), so its key has the moment, which the id determines.
 ledger = _table(
     "ledger",
-    sa.Column("id", sa.Text, primary_key=True),
-    sa.Column("at_ms", sa.BigInteger, nullable=False),
+    *_key(id=sa.Text, at_ms=sa.BigInteger),
     sa.Column("request_id", sa.Text, nullable=False),
     *_columns(sa.Integer, "team_id", "key_id"),
     *_columns(sa.Text, "alias", "deployment"),
@@ -195,7 +196,18 @@ ledger = _table(
     *_columns(sa.Text, "user", "tags", default=""),
     sa.Index(None, "at_ms", "id"),
     sa.Index(None, "team_id", "at_ms", "id"),
+    postgresql_partition_by="RANGE (at_ms)",
 )
+
+# The ledger's costs by hour (hours since 1970), written in the transaction of the rows. Budgets of an
+# hour are read from it.
+ledger_hours = _table(
+    "ledger_hours", *_key(hour=sa.BigInteger, team_id=sa.Integer), *_columns(sa.BigInteger, "cost_microusd")
+)
+
+# How often the rows and hits of an hour have changed, and up to which change its files have them
+# (`ledger_files.py`).
+ledger_exports = _table("ledger_exports", *_key(hour=sa.BigInteger), *_columns(sa.BigInteger, "changes", "exported"))
 
 # What an admin asked to see. No foreign keys: rows outlive teams.
 audit = _table(
@@ -229,11 +241,12 @@ ledger_rollups = _table(
 # Requests that were answered without a generation, summed by each worker every few seconds.
 ledger_hits = _table(
     "ledger_hits",
-    sa.Column("id", sa.Text, primary_key=True),
-    sa.Column("at_ms", sa.BigInteger, nullable=False),
+    *_key(id=sa.Text, at_ms=sa.BigInteger),
     sa.Column("team_id", sa.Integer, nullable=False),
     *_columns(sa.Text, "alias", "source"),
     *_columns(sa.BigInteger, "requests", "unknown", "baseline_microusd"),
+    sa.Index(None, "at_ms"),
+    postgresql_partition_by="RANGE (at_ms)",
 )
 
 # What the rows of both cost, would have cost, and why, summed by UTC day in their transaction.

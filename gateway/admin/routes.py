@@ -17,10 +17,10 @@ from fastapi.responses import StreamingResponse
 from fastapi.security import APIKeyCookie, HTTPBearer
 from starlette.routing import BaseRoute
 
+from gateway.accounts.parquet import ParquetFile
 from gateway.admin import budgets, cache_views, misses, models, operations, savings_views, teams, verifier_views, views
 from gateway.admin.guard import COOKIE, ApiRoute, check_query
 from gateway.admin.pages import page_routes
-from gateway.admin.parquet import ParquetFile
 from gateway.admin.parts import AdminParts, WorkerParts
 from gateway.admin.queries import LedgerRows
 

@@ -7,11 +7,10 @@ through memory a piece at a time, both ways; an incomplete upload leaves no file
 import asyncio
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 from gateway.api.endpoint import Call, ObjectEndpoint, after_of, limit_of, listed, one_of
-from gateway.batches.files import PURPOSES, Files, check_expiry, check_purpose, storage_error
+from gateway.batches.files import PURPOSES, Files, check_expiry, check_purpose, key_of, storage_error
 from gateway.pipeline import Pipeline
 from gateway.transport.http_server import WHEN_GONE
 from gateway.wire.errors import BadRequest
@@ -48,7 +47,7 @@ class FilesEndpoint(ObjectEndpoint):
                 return {"id": file_id, "object": "file", "deleted": True}
             case _, file_id, _:  # its content
                 found = await self._files.get(team_id, file_id)
-                await self._send_content(call, self._files.path(found.id), found.bytes)
+                await self._send_content(call, key_of(team_id, found.id), found.bytes)
                 return None
 
     async def _list(self, call: Call) -> dict[str, Any]:
@@ -91,11 +90,11 @@ class FilesEndpoint(ObjectEndpoint):
             await upload.drop()
             raise
 
-    async def _send_content(self, call: Call, path: Path, size: int) -> None:
+    async def _send_content(self, call: Call, key: str, size: int) -> None:
         """Send a file as its client takes it."""
         departures: list[bool] = []
         try:
-            file = await asyncio.to_thread(path.open, "rb")
+            file = await asyncio.to_thread(self._files.contents.open, key)
         except OSError as error:
             raise storage_error(error) from None
         with file:
@@ -108,7 +107,7 @@ class FilesEndpoint(ObjectEndpoint):
                 piece = await asyncio.to_thread(file.read, min(bytes_left, _PIECE_BYTES))
                 bytes_left -= len(piece)
                 if not piece:
-                    raise storage_error(OSError(f"{path.name} is shorter than its row says"))
+                    raise storage_error(OSError(f"{key} is shorter than its row says"))
                 await call.send({"type": "http.response.body", "body": piece, "more_body": bytes_left > 0})
             if not size or call.scope["method"] == "HEAD":
                 await call.send({"type": "http.response.body", "body": b""})

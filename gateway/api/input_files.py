@@ -10,12 +10,11 @@ import mimetypes
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from gateway.batches.files import INPUTS, File, Files, storage_error
+from gateway.batches.files import INPUTS, File, Files, key_of, storage_error
 from gateway.wire.chunks import UNREADABLE
 from gateway.wire.errors import BadRequest, NotFound
 
@@ -47,7 +46,7 @@ async def with_files(raw: bytes, files: Files, team_id: int, bytes_max: int) -> 
                 reason = f"The request and its files have more than {bytes_max} bytes: send less"
                 raise BadRequest(reason, param="file_id", code="context_length_exceeded")
             try:
-                await asyncio.to_thread(_place, part, holder, file, files.path(file.id))
+                await asyncio.to_thread(_place, part, holder, file, files)
             except OSError as error:
                 raise storage_error(error) from None
             is_changed = True
@@ -71,12 +70,13 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
             yield from _parts(value.get(name))
 
 
-def _place(part: dict[str, Any], holder: dict[str, Any], file: File, path: Path) -> None:
-    """Put the content of a file, at `path`, in the place of its id, in the shape of the part that names it.
+def _place(part: dict[str, Any], holder: dict[str, Any], file: File, files: Files) -> None:
+    """Put the content of a file in the place of its id, in the shape of the part that names it.
 
     Raises OSError. It takes long: a file may have megabytes.
     """
-    content = path.read_bytes()
+    with files.contents.open(key_of(file.team_id, file.id)) as source:
+        content = source.read()
     media = mimetypes.guess_type(file.filename)[0] or _UNKNOWN_MEDIA
     del holder["file_id"]
     if "source" in part and media.startswith("text/"):

@@ -19,7 +19,7 @@ from msgspec import Meta
 from gateway.api.endpoint import Call, ObjectEndpoint, after_of, limit_of, listed
 from gateway.api.messages import InAnthropicsShape
 from gateway.batches.batches import Batch, Batches
-from gateway.batches.files import INPUT, LIVE, storage_error
+from gateway.batches.files import INPUT, LIVE, key_of, storage_error
 from gateway.batches.lines import CANCELLED, EXPIRED
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import ApiError, BadRequest, InUse, NotFound, shown
@@ -166,7 +166,7 @@ class MessageBatches(InAnthropicsShape, ObjectEndpoint):
         file_ids = [one for one in (batch.output_file_id, batch.error_file_id) if one is not None]
         refusal = batch.errors["data"][0] if batch.errors is not None else {}
         for file_id in file_ids or [batch.input_file_id]:  # without an output no request was run
-            with self._files.path(file_id).open("rb") as file:
+            with self._files.contents.open(key_of(batch.team_id, file_id)) as file:
                 for line in file:
                     ended = {"error": refusal, **msgspec.json.decode(line)}
                     yield {"custom_id": ended["custom_id"], "result": _result(ended.get("response"), ended["error"])}

@@ -353,6 +353,14 @@ class Batches:
             return [LineSpan(**row) for row in (await connection.execute(rows)).mappings()]
 
     @uncancelled
+    async def reopen(self, work: BatchLease, numbers: Sequence[int]) -> None:
+        """Let chunks whose outcomes are lost run again."""
+        async with self._database.writing() as connection:
+            if (await connection.execute(_held(work).values(finalizing_at_s=None))).rowcount:
+                lost = sa.update(_chunks).where(_chunks.c.batch_id == work.batch.id, _chunks.c.number.in_(numbers))
+                await connection.execute(lost.values(is_done=False, leased_by="", leased_until_s=0.0))
+
+    @uncancelled
     async def end(
         self, work: BatchLease, counts: tuple[int, int], *, is_expired: bool, output: File | None, errors: File | None
     ) -> bool:

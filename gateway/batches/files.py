@@ -1,8 +1,9 @@
-"""Files of teams: a row for each in SQL, its content in a folder that all hosts share.
+"""Files of teams: a row for each in SQL, its content in a folder or bucket that all hosts share.
 
 Knows no HTTP, and no shape of a content. Invariants: a content's name is the file's id, never a
 text of a client; a row exists before its content does, so a content without a row may be removed; a
-team's files, including uploads and the outcomes of its batches, stay within its quota.
+team's files, including uploads and the outcomes of its batches, stay within its quota; contents of
+another database are neither read nor removed: a marker beside them has the database's id.
 """
 
 from __future__ import annotations
@@ -10,14 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -29,6 +27,7 @@ from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.holdings import Holdings, OverQuota
 from gateway.loggers import get_logger
 from gateway.settings import BatchSettings
+from gateway.transport.contents import Contents, Writing
 from gateway.wire.errors import (
     ApiError,
     BadRequest,
@@ -48,7 +47,9 @@ _STALE_S = 3_600.0  # an upload without a byte for as long has no process any mo
 _PIECE_BYTES = 256 << 10
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CONTENT = re.compile(r"file-[0-9a-f]{32}")
-_FOLDER = re.compile(r"batch_[0-9a-f]{32}")
+_OWN = re.compile(r"(?:[0-9]+/)?(?:file-|batch_)[0-9a-f]{32}")  # with all its parts
+MARKER = ".installation"
+_LOOK_EVERY_S = 10.0
 _DAY_S = 86_400
 _FORM_BYTES_MAX = 64 << 10  # of an upload around its file
 EXPIRES_S = (3_600, 30 * _DAY_S)
@@ -105,13 +106,9 @@ def storage_error(error: OSError) -> ApiError:
     return Unavailable("The gateway's storage for files can't be used at the moment", code="storage_unavailable")
 
 
-def created(path: Path) -> BinaryIO:
-    """Create a file that only its owner may read, and its folder if missing. Blocks. Raises
-    OSError.
-    """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    return open(os.open(path, flags, 0o600), "wb", buffering=0)
+def key_of(team_id: int, object_id: str) -> str:
+    """The key of a file's content, or of a batch's outcomes. The ids come from rows, never from a request."""
+    return f"{team_id}/{object_id}"
 
 
 class Upload:
@@ -123,7 +120,7 @@ class Upload:
         self._team_id = team_id
         self._at_s = at_s
         self._bytes_max = bytes_max
-        self._file: BinaryIO | None = None
+        self._file: Writing | None = None
         self._waiting = bytearray()
         self.bytes = 0
 
@@ -150,7 +147,7 @@ class Upload:
 
     def _write(self, piece: bytes | bytearray) -> None:
         if self._file is None:
-            self._file = created(self._files.path(self.id))
+            self._file = self._files.contents.create(key_of(self._team_id, self.id))
         if self._file.write(piece) != len(piece):
             raise OSError(errno.ENOSPC, "not all of it was written")
 
@@ -167,7 +164,7 @@ class Upload:
         await self.flush()
         assert self._file is not None
         try:
-            await asyncio.to_thread(_synced, self._file)
+            await asyncio.to_thread(self._file.seal)
         except OSError as error:
             raise storage_error(error) from None
         kept_s = expires_after_s or self._files.settings.kept_days * _DAY_S
@@ -188,27 +185,71 @@ class Upload:
         await self._files.remove(self._team_id, self.id)
 
 
-def _synced(file: BinaryIO) -> None:
-    with file:
-        file.flush()
-        os.fsync(file.fileno())
-
-
 class Files:
-    """Stores files. `folder` is made when a file needs it. `clock` gives unix seconds."""
+    """Stores files. `clock` gives unix seconds."""
 
     def __init__(
-        self, database: Database, settings: BatchSettings, folder: Path, clock: Callable[[], float] = time.time
+        self, database: Database, settings: BatchSettings, contents: Contents, clock: Callable[[], float] = time.time
     ) -> None:
         self.settings = settings
-        self.folder = folder
+        self.contents = contents
+        self._are_ours = False
+        self._looked_s = -_LOOK_EVERY_S
+        self._reason = ""
         self.held = Holdings(database, _files, "bytes")
         self._database = database
         self.clock = clock
 
-    def path(self, file_id: str) -> Path:
-        """The path of a content. `file_id` comes from a row, never from a request."""
-        return self.folder / file_id
+    async def are_ours(self, *, is_fresh: bool = False) -> bool:
+        """Whether the contents are this database's, as of 10 s ago or, with `is_fresh`, of now.
+
+        The first host of a database marks them; SQLite has one host, which marks a new place. Errors
+        of the database pass through.
+        """
+        if is_fresh or time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
+            mark, why = "", ""
+            (wanted,) = await self._database.scalars(sa.select(schema.installation.c.files_id))
+            try:
+                mark = await asyncio.to_thread(self._read_mark)
+                if not wanted or (self._database.is_sqlite and not mark):
+                    wanted = await self._mark()
+                    mark = await asyncio.to_thread(self._read_mark)
+                why = f"they are of {mark or 'no database'}, expected {wanted or 'no mark, as the database has none'}"
+            except OSError as error:
+                why = f"{type(error).__name__}: {error}"
+            self._are_ours, self._looked_s = bool(mark) and mark == wanted, time.monotonic()
+            if not self._are_ours and why != self._reason:
+                consequence = "no uploads and no lines of batches on this host"
+                expected = f"one batches.files_url for all hosts; after a move, {MARKER} in it with the database's id"
+                _log.error("files_not_ours", reason=why, consequence=consequence, wanted=expected)
+            self._reason = "" if self._are_ours else why
+        return self._are_ours
+
+    @uncancelled
+    async def _mark(self) -> str:
+        """Mark the contents with the database's id, and return it, unless another host has done so."""
+        async with self._database.writing() as connection:
+            known = sa.select(schema.installation.c.files_id).with_for_update()
+            wanted = str((await connection.execute(known)).scalar_one())
+            with contextlib.suppress(OSError):  # the next look says why
+                if (not wanted or self._database.is_sqlite) and not await asyncio.to_thread(self._read_mark):
+                    mark = wanted or secrets.token_hex(16)
+                    await asyncio.to_thread(self._write_mark, mark)
+                    await connection.execute(sa.update(schema.installation).values(files_id=mark))
+                    wanted = mark
+        return wanted
+
+    def _read_mark(self) -> str:
+        try:
+            with self.contents.open(MARKER) as file:
+                return file.read(100).decode("ascii", "replace").strip()
+        except FileNotFoundError:
+            return ""
+
+    def _write_mark(self, mark: str) -> None:
+        file = self.contents.create(MARKER)
+        file.write(mark.encode())
+        file.seal()
 
     @uncancelled
     async def begin(self, team_id: int, bytes_max: int | None = None, *, is_own: bool = False) -> Upload:
@@ -218,6 +259,8 @@ class Files:
         `is_own`: the gateway writes the output of a batch, whose outcomes have reserved the quota.
         Raises OverQuota, TooLarge, and NotFound if the team is gone.
         """
+        if not await self.are_ours():
+            raise Unavailable("This host does not reach the installation's files", code="storage_unavailable")
         file_bytes_max = self.settings.file_bytes_max
         if bytes_max is not None and bytes_max > file_bytes_max + _FORM_BYTES_MAX and not is_own:
             raise _too_large(file_bytes_max)
@@ -303,7 +346,7 @@ class Files:
             await self.held.lock(connection, team_id)
             if not await self.held.delete(connection, team_id, _files.c.id == file.id, _UNNEEDED):
                 raise InUse("A batch that has not ended reads this file: cancel the batch first")
-        await asyncio.to_thread(self.unlink, [file.id])
+        await asyncio.to_thread(self.unlink, [key_of(team_id, file.id)])
 
     @uncancelled
     async def remove(self, team_id: int, file_id: str) -> None:
@@ -315,20 +358,26 @@ class Files:
             await self.held.delete(connection, team_id, where, _files.c.is_ready.is_(False))
             is_complete = (await connection.execute(sa.select(_files.c.id).where(where))).scalar() is not None
         if not is_complete:
-            await asyncio.to_thread(self.unlink, [file_id])
+            await asyncio.to_thread(self.unlink, [key_of(team_id, file_id)])
 
     async def sweep(self) -> None:
         """Remove expired files, uploads of ended processes, and contents without a row.
 
-        Errors of the database pass through.
+        Errors of the database, and OSError, pass through.
         """
-        names = await asyncio.to_thread(self._names)  # before the rows: a row is made before its content
-        await self._forget(names)
+        if not await self.are_ours():
+            return
+        changes = dict[str, float]()
+        for key, changed_s in (await asyncio.to_thread(self.contents.keys)).items():
+            if match := _OWN.match(key):
+                changes[match[0]] = max(changes.get(match[0], 0.0), changed_s)
+        # after the contents: a row is made before its content
+        await self._forget({_id_of(key): changed_s for key, changed_s in changes.items()})
         needed = set(await self._database.scalars(sa.select(_files.c.id)))
-        await asyncio.to_thread(self.unlink, [name for name in names if name not in needed])
+        await asyncio.to_thread(self.unlink, [key for key in changes if _id_of(key) not in needed])
 
     async def _forget(self, names: dict[str, float]) -> None:
-        """Delete the rows of expired files and dead uploads; `names` as in `_names`."""
+        """Delete the rows of expired files and dead uploads; `names` are ids, each with its last change."""
         now_s = self.clock()
         is_stale = (_files.c.is_ready.is_(False)) & (_files.c.created_at_s < now_s - _STALE_S)
         arriving = await self._database.scalars(sa.select(_files.c.id).where(is_stale))
@@ -338,31 +387,21 @@ class Files:
         for start in range(0, len(expired_ids), 500):
             await self.held.purge(_files.c.id.in_(expired_ids[start : start + 500]), _UNNEEDED, most=500)
 
-    def _names(self) -> dict[str, float]:
-        """The names of contents and batches' folders, each with its last change in unix seconds."""
-        changes = {}
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
-            for entry in entries:
-                if _CONTENT.fullmatch(entry.name) or _FOLDER.fullmatch(entry.name):
-                    with contextlib.suppress(FileNotFoundError):
-                        changes[entry.name] = entry.stat(follow_symlinks=False).st_mtime
-        return changes
-
-    def unlink(self, names: Iterable[str]) -> None:
-        """Remove contents, and folders of batches. Blocks."""
-        for name in names:
-            path = self.folder / name
+    def unlink(self, keys: Iterable[str]) -> None:
+        """Remove contents, and outcomes of batches. Blocks."""
+        for key in keys:
             try:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink(missing_ok=True)
+                self.contents.remove([key])
             except OSError as error:  # the next sweep tries again
-                _log.warning("file_not_removed", name=name, reason=str(error))
+                _log.warning("file_not_removed", name=key, reason=str(error))
 
     def _ready(self, team_id: int) -> sa.Select[Any]:
         is_late = _files.c.expires_at_s < self.clock()
         return sa.select(_files).where((_files.c.team_id == team_id) & _files.c.is_ready.is_(True) & sa.not_(is_late))
+
+
+def _id_of(key: str) -> str:
+    return key.rpartition("/")[2]
 
 
 def _file(row: Any) -> File:

@@ -1,4 +1,4 @@
-"""The lines of a batch, read from its input one at a time, and their outcomes on disk.
+"""The lines of a batch, read from its input one at a time, and their outcomes, beside the files.
 
 Knows no SQL, no HTTP and no pipeline. Format: OpenAI API reference, "Batch", request input and
 output. Every function blocks. Invariants: a line of any bytes is a request or an error, and takes
@@ -6,15 +6,15 @@ bounded memory; of several outcomes of one line the first counts; an incomplete 
 """
 
 import contextlib
-import errno
 import hashlib
+import io
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
-from gateway.batches.files import Upload, created
+from gateway.batches.files import Upload
+from gateway.transport.contents import Contents
 from gateway.wire.errors import shown
 from gateway.wire.requests import BOM
 
@@ -22,6 +22,7 @@ _LINES_A_CHUNK = 100
 _BYTES_A_CHUNK = 4 << 20
 _SKIP_BYTES = 64 << 10
 _ID_CHARS_MAX = 512
+_PARTS_A_CHUNK = 8
 EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
 LINE_BYTES = 512
 """The bytes of a line's error, without the text that it repeats from the line."""
@@ -142,68 +143,45 @@ def read_lines(file: BinaryIO, size: int, bytes_max: int) -> Iterator[tuple[byte
         yield None if is_long else raw.removeprefix(BOM).strip(), length
 
 
-def scan(path: Path, lines_max: int, bytes_max: int) -> list[LineSpan]:
+def scan(file: BinaryIO, lines_max: int, bytes_max: int) -> list[LineSpan]:
     """The chunks of an input. Raises OSError, and LineRefused for an empty input or too many lines."""
     custom_ids_seen = set[bytes]()
-    chunks, count, number = list[LineSpan](), 0, 0
+    chunks, count = list[LineSpan](), 0
     offset = chunk_start = lines = first = 0
     repeated: list[int] = []
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        for raw, length in read_lines(file, size, bytes_max):
-            offset += length
-            number += 1
-            if raw != b"":
-                lines += 1
-                count += 1
-                name = id_of(raw) if raw is not None else None
-                if name is not None:
-                    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-                    repeated += [number] if digest in custom_ids_seen else []
-                    custom_ids_seen.add(digest)
-            if count > lines_max:
-                raise LineRefused("too_many_lines", f"The file has more than {lines_max:,} lines")
-            if lines and (lines >= _LINES_A_CHUNK or offset - chunk_start >= _BYTES_A_CHUNK or offset >= size):
-                span = {"offset": chunk_start, "size": offset - chunk_start, "first_line": first + 1}
-                chunks.append(LineSpan(number=len(chunks), lines=lines, repeated=repeated, **span))
-                chunk_start, first, lines, repeated = offset, number, 0, []
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    for number, (raw, length) in enumerate(read_lines(file, size, bytes_max), 1):
+        offset += length
+        if raw != b"":
+            lines += 1
+            count += 1
+            name = id_of(raw) if raw is not None else None
+            if name is not None:
+                digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+                repeated += [number] if digest in custom_ids_seen else []
+                custom_ids_seen.add(digest)
+        if count > lines_max:
+            raise LineRefused("too_many_lines", f"The file has more than {lines_max:,} lines")
+        if lines and (lines >= _LINES_A_CHUNK or offset - chunk_start >= _BYTES_A_CHUNK or offset >= size):
+            span = {"offset": chunk_start, "size": offset - chunk_start, "first_line": first + 1}
+            chunks.append(LineSpan(number=len(chunks), lines=lines, repeated=repeated, **span))
+            chunk_start, first, lines, repeated = offset, number, 0, []
     if not count:
         raise LineRefused("empty_file", "The file has no line")
     return chunks
 
 
-class Segment:
-    """The file to which one worker appends a chunk's outcomes. Whole outcomes outlive the worker."""
-
-    def __init__(self, folder: Path, number: int, token: str) -> None:
-        self._path = folder / f"{number}.{token}"
-        self._file: BinaryIO | None = None
-        self._size = 0
-
-    def append(self, outcome: LineOutcome) -> None:
-        """Write an outcome whole. Raises OSError, after which no part of it remains."""
-        if self._file is None:
-            self._file = created(self._path)
-        data = b"%d %d %b\n" % (outcome.line, outcome.is_ok, outcome.data)
-        try:
-            if self._file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, "not all of it was written")
-        except OSError:
-            self._file.truncate(self._size)
-            self._file.seek(self._size)
-            raise
-        self._size += len(data)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+def written(outcome: LineOutcome) -> bytes:
+    """An outcome as it is kept until its batch ends."""
+    return b"%d %d %b\n" % (outcome.line, outcome.is_ok, outcome.data)
 
 
-def outcomes(folder: Path, number: int) -> Iterator[LineOutcome]:
-    """The outcomes of a chunk on disk: the first outcome of each ended line."""
+def outcomes(contents: Contents, batch_key: str, number: int) -> Iterator[LineOutcome]:
+    """The outcomes of a chunk that are kept: the first outcome of each ended line. Raises OSError."""
     lines_seen = set[int]()
-    for path in sorted(folder.glob(f"{number}.*")):
-        with path.open("rb") as file:
+    for key in sorted(contents.keys(f"{batch_key}/{number}.")):
+        with contents.open(key) as file:
             for raw in file:
                 line, _, rest = raw.partition(b" ")
                 is_ok, _, data = rest.partition(b" ")
@@ -212,14 +190,29 @@ def outcomes(folder: Path, number: int) -> Iterator[LineOutcome]:
                     yield LineOutcome(int(line), is_ok == b"1", data[:-1])
 
 
-def assemble(folder: Path, chunks: Sequence[LineSpan], output: Upload, errors: Upload) -> tuple[int, int]:
-    """Write all outcomes to the two files. Returns each file's number of lines. Raises OSError."""
-    counts = [0, 0]
+def merge(contents: Contents, batch_key: str, number: int) -> None:
+    """Put the outcomes of an ended chunk into one content if they lie in many. Raises OSError."""
+    keys, whole = contents.keys(f"{batch_key}/{number}."), f"{batch_key}/{number}.0"  # sorted before its parts
+    if len(keys) > _PARTS_A_CHUNK and whole not in keys:
+        file = contents.create(whole)
+        for outcome in outcomes(contents, batch_key, number):
+            file.write(written(outcome))
+        file.seal()
+        contents.remove(keys)
+
+
+def assemble(
+    contents: Contents, batch_key: str, chunks: Sequence[LineSpan], output: Upload, errors: Upload
+) -> dict[int, tuple[int, int]]:
+    """Write all outcomes to the two files. Returns each chunk's number of lines in both. Raises OSError."""
+    counts = dict[int, tuple[int, int]]()
     for chunk in chunks:
-        for outcome in outcomes(folder, chunk.number):
-            counts[outcome.is_ok] += 1
+        of_chunk = [0, 0]
+        for outcome in outcomes(contents, batch_key, chunk.number):
+            of_chunk[outcome.is_ok] += 1
             (output if outcome.is_ok else errors).append(outcome.data + b"\n")
-    return counts[True], counts[False]
+        counts[chunk.number] = of_chunk[True], of_chunk[False]
+    return counts
 
 
 def answered(line_id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:

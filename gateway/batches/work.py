@@ -1,8 +1,8 @@
 """Runs the lines of batches, each as a request with the key that made the batch.
 
 It calls the endpoints of `/v1` in this process, so a line has the stages, limits and budgets of any
-request. Invariants: a line's outcome is on disk before it counts; a line with an outcome is not run
-again; a temporary refusal is retried; lines leave room for other requests.
+request. Invariants: a line's outcome is kept before it counts; a line with an outcome is not run again; a
+batch ends once each of its lines has one; a temporary refusal is retried; lines leave room for other requests.
 
 The order of effects: the generation's money is settled, its answer stored, its outcome appended;
 then the chunk is done; then the files and the end of the batch are one transaction. A killed worker
@@ -25,7 +25,7 @@ from gateway.accounts import Identity
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.holdings import OverQuota
 from gateway.batches.batches import LEASE_S, Batch, Batches, BatchLease
-from gateway.batches.files import OUTPUT, Files, new_object_id
+from gateway.batches.files import OUTPUT, Files, key_of, new_object_id
 from gateway.batches.lines import (
     CANCELLED,
     EXPIRED,
@@ -34,20 +34,22 @@ from gateway.batches.lines import (
     LineRefused,
     LineRequest,
     LineSpan,
-    Segment,
     answered,
     assemble,
     id_of,
+    merge,
     outcomes,
     parse,
     read_lines,
     refused,
     scan,
+    written,
 )
 from gateway.journey.turn import Caller
 from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline
 from gateway.settings import BatchSettings
+from gateway.transport.contents import Parts
 from gateway.transport.http_server import WHEN_GONE
 from gateway.wire.errors import ApiError
 
@@ -66,6 +68,7 @@ PAUSE_S = 1.0
 _TRIES_MAX, WAIT_S_MAX = 5, 60.0
 _ROOM_LEFT = 5  # of a rate limit, a fifth is left to other requests
 _BLOCK_BYTES = 256 << 10
+_SETTLED_S = 120.0  # a folder shared by a network shows within it what another host wrote
 _GONE = "input_file_gone", "The content of the input file is gone: upload it again"
 _PASSING = ("rate_limit_exceeded", "deployment_full", "budget_unavailable")  # waited for until the batch expires
 _STATUSES_TRIED_AGAIN = (408, 429, 500, 502, 503, 504)
@@ -223,6 +226,8 @@ class BatchRunner:
         """
         if not self.settings.concurrency or len(self.works) >= _CHUNKS_MAX or self._is_stopping:
             return False
+        if not await self.files.are_ours():
+            return False
         teams = list(self.works.values())
         work = await self.batches.claim(
             secrets.token_hex(8), {team_id for team_id in teams if teams.count(team_id) >= _CHUNKS_A_TEAM}
@@ -259,58 +264,75 @@ class BatchRunner:
 
     async def _read_input(self, lease: _HeldLease) -> None:
         work, settings = lease.work, self.settings
-        path = self.files.path(work.batch.input_file_id)
+        key = key_of(work.batch.team_id, work.batch.input_file_id)
+
+        def scanned() -> list[LineSpan]:
+            with self.files.contents.open(key) as file:
+                return scan(file, settings.lines_max, settings.line_bytes_max)
+
         try:
-            chunks = await asyncio.to_thread(scan, path, settings.lines_max, settings.line_bytes_max)
+            chunks = await asyncio.to_thread(scanned)
         except LineRefused as refusal:
             await self.batches.refuse(work, refusal)
         except OSError as error:
-            await self.batches.refuse(work, self._why_unread(lease, error))
+            await self.batches.refuse(work, await self._why_unread(lease, error))
         else:
             try:
                 await self.batches.plan(work, chunks)
             except OverQuota as error:
                 await self.batches.refuse(work, LineRefused(str(error.error_code), error.message))
 
-    def _why_unread(self, lease: _HeldLease, error: OSError) -> LineRefused:
+    async def _why_unread(self, lease: _HeldLease, error: OSError) -> LineRefused:
         """The reason to refuse an input. Raises the error if a retry may help."""
         if (refusal := lease.why_not()) is not None:
             return refusal
-        if isinstance(error, FileNotFoundError) and self.files.folder.is_dir():
+        if isinstance(error, FileNotFoundError) and await self.files.are_ours(is_fresh=True):
             return LineRefused(*_GONE)
         raise error
 
     async def _end(self, lease: _HeldLease) -> None:
         """Write the output and the errors, and end the batch."""
         batch, work = lease.batch, lease.work
-        chunks, folder = await self.batches.chunks(work), self.files.folder / batch.id
+        chunks, key = await self.batches.chunks(work), key_of(batch.team_id, batch.id)
         uploads = [await self.files.begin(batch.team_id, is_own=True) for _ in range(2)]
         files, is_over = [], False
         try:
-            counts = await asyncio.to_thread(assemble, folder, chunks, *uploads)
+            counts = await asyncio.to_thread(assemble, self.files.contents, key, chunks, *uploads)
+            lacking = [chunk.number for chunk in chunks if sum(counts[chunk.number]) != chunk.lines]
+            if lacking:
+                begun_s = batch.finalizing_at_s
+                is_settled = begun_s is not None and self.batches.clock() - begun_s > _SETTLED_S
+                if is_settled and await self.files.are_ours(is_fresh=True):
+                    _log.error("outcomes_lost", batch=batch.id, chunks=len(lacking), consequence="lines run again")
+                    await self.batches.reopen(work, lacking)
+                raise OSError(f"outcomes of {len(lacking)} of {len(chunks)} chunks are not there")
+            totals = sum(ok for ok, _ in counts.values()), sum(bad for _, bad in counts.values())
             for upload, kind in zip(uploads, ("output", "error"), strict=True):
                 name = f"{batch.id}_{kind}.jsonl"
                 files.append(await upload.sealed(OUTPUT, name, batch.output_kept_s) if upload.bytes else None)
             is_expired = self.batches.clock() >= batch.expires_at_s
-            is_over = await self.batches.end(work, counts, is_expired=is_expired, output=files[0], errors=files[1])
+            is_over = await self.batches.end(work, totals, is_expired=is_expired, output=files[0], errors=files[1])
         finally:
             for upload in uploads:
                 if not (is_over and upload.bytes):
                     await upload.drop()
         if is_over:
-            await asyncio.to_thread(self.files.unlink, [batch.id])
+            await asyncio.to_thread(self.files.unlink, [key])
 
     # -- a chunk
 
     async def _run_chunk(self, lease: _HeldLease, chunk: LineSpan) -> None:
-        """Run the lines of a chunk that have no outcome on disk."""
-        folder = self.files.folder / lease.batch.id
+        """Run the lines of a chunk that have no outcome."""
+        contents, key = self.files.contents, key_of(lease.batch.team_id, lease.batch.id)
         ended = set[int]()
         # without their data, which may be large
-        for line, is_ok in await asyncio.to_thread(lambda: [(o.line, o.is_ok) for o in outcomes(folder, chunk.number)]):
+        for line, is_ok in await asyncio.to_thread(
+            lambda: [(o.line, o.is_ok) for o in outcomes(contents, key, chunk.number)]
+        ):
             ended.add(line)
             lease.ended[is_ok] += 1
-        segment, slots = Segment(folder, chunk.number, lease.work.token), asyncio.Semaphore(self.settings.concurrency)
+        parts = contents.appending(f"{key}/{chunk.number}.{lease.work.token}")
+        slots = asyncio.Semaphore(self.settings.concurrency)
         appending, room = asyncio.Lock(), _OutcomeQuota(self.files, lease.batch)
 
         async def run_line(number: int, raw: bytes | LineRefused | None) -> None:
@@ -318,7 +340,7 @@ class BatchRunner:
                 outcome = await self._outcome(lease, number, raw, is_repeated=number in chunk.repeated)
                 if outcome is not None:
                     async with appending:
-                        outcome = await self._append(lease, room, segment, outcome)
+                        outcome = await self._append(lease, room, parts, outcome)
                     lease.ended[outcome.is_ok] += 1
             finally:
                 slots.release()
@@ -331,14 +353,13 @@ class BatchRunner:
                         break
                     group.create_task(run_line(number, raw))
         finally:
-            segment.close()
+            parts.close()
         await room.close()
         if not lease.is_lost and sum(lease.counts) == chunk.lines:
+            await asyncio.to_thread(merge, contents, key, chunk.number)
             await self.batches.chunk_done(lease.work, lease.counts)
 
-    async def _append(
-        self, lease: _HeldLease, room: _OutcomeQuota, segment: Segment, outcome: LineOutcome
-    ) -> LineOutcome:
+    async def _append(self, lease: _HeldLease, room: _OutcomeQuota, parts: Parts, outcome: LineOutcome) -> LineOutcome:
         """Write an outcome, or a refusal instead if the team's quota is full. Returns the written
         outcome.
 
@@ -351,7 +372,7 @@ class BatchRunner:
                 if not has_room:
                     await room.take(len(outcome.data))
                 has_room = True
-                await asyncio.to_thread(segment.append, outcome)
+                await asyncio.to_thread(parts.append, written(outcome))
                 return outcome
             except OverQuota as error:
                 refusal, has_room = LineRefused(str(error.error_code), error.message, id_of(outcome.data)), True
@@ -372,7 +393,8 @@ class BatchRunner:
         """
         number, lines_left, refusal = chunk.first_line, chunk.lines - len(ended), LineRefused(*_GONE)
         try:
-            file: BinaryIO = await asyncio.to_thread(self.files.path(lease.batch.input_file_id).open, "rb")
+            key = key_of(lease.batch.team_id, lease.batch.input_file_id)
+            file: BinaryIO = await asyncio.to_thread(self.files.contents.open, key)
             with file:
                 file.seek(chunk.offset)
                 lines: Iterator[tuple[bytes | None, int]] = read_lines(file, chunk.size, self.settings.line_bytes_max)
@@ -382,7 +404,7 @@ class BatchRunner:
                         yield number, line[0]
                     number += 1
         except OSError as error:
-            refusal = self._why_unread(lease, error)
+            refusal = await self._why_unread(lease, error)
         while lines_left > 0:
             if number not in ended:
                 lines_left -= 1

@@ -18,8 +18,9 @@ from gateway.accounts.accounts import Accounts
 from gateway.accounts.conversations import Conversation
 from gateway.accounts.database import Database
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
-from gateway.batches.files import INPUT, Files, Upload
+from gateway.batches.files import INPUT, MARKER, Files, Upload
 from gateway.settings import BatchSettings, ResponseSettings
+from gateway.transport.contents import Folder
 from gateway.wire.errors import Forbidden, Unavailable
 
 MAX = 200_000
@@ -35,7 +36,7 @@ class Hosts:
         responses = ResponseSettings(team_bytes_max=MAX, retention_s=3_600)
         batches = BatchSettings(team_bytes_max=MAX, team_files_max=50, file_bytes_max=MAX)
         self.responses = [ResponseStore(one, lambda: self.now_s, responses, lambda *_: None) for one in self.databases]
-        self.files = [Files(one, batches, folder, lambda: self.now_s) for one in self.databases]
+        self.files = [Files(one, batches, Folder(folder), lambda: self.now_s) for one in self.databases]
 
     async def check(self) -> dict[tuple[int, str], tuple[int, int]]:
         """The counts by team and store, which are those of the rows, and their bytes those of all that a row has."""
@@ -161,6 +162,22 @@ async def test_a_bound_holds_at_once_and_the_newest_stay(hosts: Hosts) -> None:
     newest = [row.id for row in rows if await hosts.responses[0].find(1, row.id) is not None]
     assert len(newest) == 9
     assert await hosts.responses[1].find(2, other.id) is not None
+
+
+async def test_the_first_host_marks_the_files_place(database_url: str, accounts: Accounts, tmp_path: Path) -> None:
+    """Of workers that look at once, those with the marked folder know it as theirs; on PostgreSQL a host with a folder of
+    its own does not, and SQLite, which has one host, marks a new one."""
+    databases = [Database(database_url) for _ in range(4)]
+    first, second = (Folder(tmp_path / name) for name in ("first", "second"))
+    places = [Files(one, BatchSettings(), first) for one in databases]
+    assert await asyncio.gather(*(one.are_ours() for one in places)) == [True] * 4
+    moved = Files(databases[0], BatchSettings(), second)
+    assert await moved.are_ours() == databases[0].is_sqlite
+    (second.path / MARKER).parent.mkdir(exist_ok=True)
+    (second.path / MARKER).write_text((first.path / MARKER).read_text() + "\n")
+    assert await moved.are_ours(is_fresh=True)
+    for one in databases:
+        await one.close()
 
 
 async def test_a_teams_live_responses_are_counted_over_workers(hosts: Hosts) -> None:

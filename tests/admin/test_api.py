@@ -450,7 +450,7 @@ async def test_the_ledger_in_pages_and_as_csv(world: World, client: httpx.AsyncC
 
 async def test_the_ledger_as_parquet(world: World, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the rows of the CSV with their types, also over several groups and none; without the extra it is refused."""
-    monkeypatch.setattr("gateway.admin.parquet.GROUP_ROWS", 3)
+    monkeypatch.setattr("gateway.accounts.parquet.GROUP_ROWS", 3)
     for number in range(7):
         await world.spend(1, 100 + number, number, usage_estimated=number == 6, user="=ann", baseline_microusd=None)
     reply = await client.get("/admin/api/ledger.parquet?team_id=1")

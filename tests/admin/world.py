@@ -50,6 +50,7 @@ from gateway.settings import ResponseSettings, Settings
 from gateway.telemetry.measured_error import Certificates, MeasuredErrors
 from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.telemetry.stats import Stats
+from gateway.transport.contents import contents_at
 from ipc import IncomingCall, RpcServer
 from local_engine import EngineLoad
 from policies import Budgets, Usage
@@ -229,7 +230,7 @@ async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterato
     )
     no_embedder: Any = None
     fleet = build_fleet(settings, lambda: NOW_S, no_embedder)
-    files = Files(accounts.database, settings.batches, settings.files_dir, lambda: world.now_s)
+    files = Files(accounts.database, settings.batches, contents_at(settings.files_url), lambda: world.now_s)
     accounts.follow_uses(fleet.take_uses)
     link: Any = redis  # without the loop that exchanges
     admin = AdminParts(

@@ -93,7 +93,7 @@ async def test_every_line_is_answered_once(host: Host) -> None:
     assert all(one["response"]["body"]["choices"][0]["message"]["content"] for one in output)
     assert len({one["response"]["request_id"] for one in output}) == 250
     assert [file.purpose async for file in host.client.files.list(purpose="batch_output")] == ["batch_output"]
-    assert not (host.parts.settings.files_dir / made.id).exists()
+    assert not (host.folder / made.id).exists()
     assert [one.id async for one in host.client.batches.list(limit=1)] == [made.id]
 
 
@@ -107,7 +107,8 @@ async def test_a_batch_does_not_end_before_its_chunks(host: Host) -> None:
     async def late(*asked: Any) -> BatchLease | None:
         """The lease, after another worker did its part."""
         if (work := await theirs.claim("theirs", ())) is not None:
-            await theirs.plan(work, scan(parts.files.path(made.input_file_id), 10, 1_000))
+            with (host.folder / made.input_file_id).open("rb") as file:
+                await theirs.plan(work, scan(file, 10, 1_000))
         return await lease(*asked)
 
     ours.lease = late  # type: ignore[method-assign]
@@ -218,15 +219,16 @@ async def planned(host: Host, *lines: bytes) -> tuple[Any, Path]:
     made, parts = await begin(host.client, *lines), host.parts
     work = await parts.batches.claim("token", ())
     assert work is not None
-    path = parts.files.path(made.input_file_id)
-    await parts.batches.plan(work, scan(path, 10, 1_000))
+    path = host.folder / made.input_file_id
+    with path.open("rb") as file:
+        await parts.batches.plan(work, scan(file, 10, 1_000))
     return made, path
 
 
 async def test_a_batch_whose_input_is_gone_ends(host: Host) -> None:
     """Without its input a batch fails; a planned one keeps the answers that it has, and its other lines are errors."""
     unread = await begin(host.client, line("a"))
-    host.parts.files.path(unread.input_file_id).unlink()
+    (host.folder / unread.input_file_id).unlink()
     await run(host)
     batch = await host.client.batches.retrieve(unread.id)
     assert (batch.status, batch.errors.data[0].code) == ("failed", "input_file_gone")  # type: ignore[index,union-attr]
@@ -243,10 +245,44 @@ async def test_a_batch_whose_input_is_gone_ends(host: Host) -> None:
         assert {one["error"]["code"] for one in errors} == {"input_file_gone"}
 
 
+async def test_a_batch_ends_when_its_parts_add_up(
+    host: Host, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where outcomes of a chunk that is done are missing, the batch waits for them; when they stay away, their lines, and
+    no others, run again."""
+    monkeypatch.setattr(work_module, "PAUSE_S", 0.0)
+    made = await begin(host.client, *[line(f"l{number}") for number in range(130)])
+    folder, hidden = host.folder / made.id, host.folder.parent / "hidden"
+    ending = host.parts.batches.chunks
+
+    async def without(work: BatchLease) -> Any:
+        """As where another host wrote them elsewhere, or its writes are not seen yet."""
+        for one in folder.glob("1.*"):
+            one.rename(hidden)
+        return await ending(work)
+
+    monkeypatch.setattr(host.parts.batches, "chunks", without)
+    task = asyncio.create_task(run(host))
+    async with asyncio.timeout(20):
+        while (await host.client.batches.retrieve(made.id)).status != "finalizing":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    batch = await host.client.batches.retrieve(made.id)
+    assert (batch.status, batch.output_file_id, upstream.seen().generations) == ("finalizing", None, 130)
+    monkeypatch.setattr(host.parts.batches, "chunks", ending)
+    now = host.parts.batches.clock()
+    host.parts.batches.clock = lambda: now + 130.0
+    await task
+    batch, output, errors = await results(host.client, made.id)
+    assert (batch.status, batch.request_counts.completed, errors) == ("completed", 130, [])
+    assert sorted(one["custom_id"] for one in output) == sorted(f"l{number}" for number in range(130))
+    assert upstream.seen().generations == 130  # the cache had their answers
+
+
 async def test_a_batch_that_cannot_be_read_can_be_ended(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """While its input cannot be read a batch waits; it ends once it is cancelled, or its window is over."""
     unread = await begin(host.client, line("a"))
-    path = host.parts.files.path(unread.input_file_id)
+    path = host.folder / unread.input_file_id
     path.unlink()
     path.mkdir()
     await host.client.batches.cancel(unread.id)
@@ -254,7 +290,7 @@ async def test_a_batch_that_cannot_be_read_can_be_ended(host: Host, monkeypatch:
     assert (await host.client.batches.retrieve(unread.id)).status == "cancelled"
     made, path = await planned(host, line("a"), line("b"))
     late = await begin(host.client, line("a"))
-    for one in (path, host.parts.files.path(late.input_file_id)):
+    for one in (path, host.folder / late.input_file_id):
         one.unlink()
         one.mkdir()
     monkeypatch.setattr(host.parts.batches, "clock", lambda: late.created_at + 86_402.0)
@@ -282,7 +318,7 @@ async def test_a_file_is_not_deleted_under_a_batch(host: Host) -> None:
             async with database.writing() as connection:
                 yield connection
 
-    files: Any = Files(cast(Any, Late()), host.parts.settings.batches, host.parts.settings.files_dir)
+    files: Any = Files(cast(Any, Late()), host.parts.settings.batches, host.parts.files.contents)
     with pytest.raises(InUse):
         await files.delete(1, file.id)
     await run(host)
@@ -344,7 +380,7 @@ async def test_a_cancelled_batch_keeps_what_it_has(host: Host) -> None:
     made = await begin(host.client, *[line(f"l{number}", model="late") for number in range(150)])
     task = asyncio.create_task(run(host))
     async with asyncio.timeout(20):
-        while not list((host.parts.settings.files_dir / made.id).glob("*")):  # noqa: ASYNC110
+        while not list((host.folder / made.id).glob("*")):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert (await host.client.batches.cancel(made.id)).status == "cancelling"
     await task
@@ -371,7 +407,7 @@ async def test_a_batch_beyond_its_teams_quota_ends_with_its_cause(new_host: NewH
 
     async def look() -> None:
         while True:
-            folder = host.parts.settings.files_dir / made.id
+            folder = host.folder / made.id
             sizes.append(sum(one.stat().st_size for one in folder.glob("*")))
             await asyncio.sleep(0.01)
 
@@ -447,7 +483,7 @@ async def test_a_rate_limit_is_waited_for(host: Host, monkeypatch: pytest.Monkey
     monkeypatch.setattr(work_module, "PAUSE_S", 0.05)
     task = asyncio.create_task(run(host))
     async with asyncio.timeout(20):
-        while not any(child.name.startswith("0.") for child in host.parts.settings.files_dir.glob("batch_*/*")):  # noqa: ASYNC110
+        while not any(child.name.startswith("0.") for child in host.folder.glob("batch_*/*")):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.3)
     await host.parts.accounts.update_team(1, requests_per_min=None)
@@ -461,7 +497,7 @@ async def test_a_worker_that_is_killed_loses_no_line_and_doubles_none(host: Host
     """A worker ends in the middle of a chunk, with half a line on disk: another one goes on, each line is there once."""
     made = await begin(host.client, *[line(f"l{number}", model="late") for number in range(30)])
     task = asyncio.create_task(run(host))
-    folder = host.parts.settings.files_dir / made.id
+    folder = host.folder / made.id
     async with asyncio.timeout(20):
         while sum(len(one.read_bytes().splitlines()) for one in folder.glob("0.*")) < 8:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

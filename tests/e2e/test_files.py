@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 
-from gateway.batches import files as files_module
+from gateway.batches.files import MARKER
+from gateway.transport import contents as contents_module
 from tests.e2e.gateway import API_KEY, deployment
 from tests.e2e.upstream import Upstream
 from tests.e2e.worker import Host, NewHost
@@ -152,7 +153,8 @@ async def test_a_full_disk_is_said(host: Host, monkeypatch: pytest.MonkeyPatch) 
     def full(*_: object) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files_module, "created", full)
+    assert await host.parts.files.are_ours()
+    monkeypatch.setattr(contents_module, "created", full)
     with pytest.raises(openai.InternalServerError) as caught:
         await host.client.files.create(file=("a", LINE), purpose="batch")
     assert (caught.value.status_code, caught.value.code) == (507, "storage_full")
@@ -160,9 +162,33 @@ async def test_a_full_disk_is_said(host: Host, monkeypatch: pytest.MonkeyPatch) 
     assert await host.parts.files.held.of_teams() == {}
 
 
+async def test_contents_of_another_database_are_left_alone(host: Host) -> None:
+    """A host whose folder is another installation's says so: no upload, no line and no sweep there, until it has its own."""
+    made = await host.client.files.create(file=("a", LINE), purpose="batch")
+    batch = await host.client.batches.create(
+        input_file_id=made.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    files, mark = host.parts.files, host.folder / MARKER
+    own = mark.read_text()
+    mark.write_text("0" * 32)
+    stranger = host.folder / f"file-{0:032x}"
+    stranger.write_bytes(b"of the other installation")
+    assert not await files.are_ours(is_fresh=True)
+    assert await host.refusal(files={"file": ("a", LINE)}, data={"purpose": "batch"}) == (503, "storage_unavailable")
+    assert not await host.parts.runner.step()
+    await files.sweep()
+    assert host.names == sorted([made.id, stranger.name])
+    mark.write_text(own)
+    assert await files.are_ours(is_fresh=True)
+    await files.sweep()
+    assert host.names == [made.id]
+    assert await host.parts.runner.step()
+    assert (await host.client.batches.retrieve(batch.id)).status != "failed"
+
+
 async def test_what_is_over_is_swept(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """An expired file, a deleted team's, and an upload whose process ended go; names of others in the folder stay."""
-    files, folder = host.parts.files, host.parts.settings.files_dir
+    files, folder = host.parts.files, host.folder
     team_id, other = await host.team()
     kept = await host.client.files.create(file=("a", LINE), purpose="batch")
     hour: Any = {"anchor": "created_at", "seconds": 3_600}

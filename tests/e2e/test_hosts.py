@@ -1,4 +1,4 @@
-"""Two hosts: gateways that share a Redis, a PostgreSQL, a folder for files and nothing else."""
+"""Two hosts: gateways that share a Redis, a PostgreSQL, a bucket for files and nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from policies.holds import LEDGER_STREAM, READY_KEY
 from tests.e2e.gateway import ADMIN_KEY, API_KEY, Gateway, deployment, run_gateway, wait_for
 from tests.e2e.test_money import budget_of, ledger_microusd, new_team
 from tests.e2e.upstream import Upstream
-from tests.services import PostgresServer, RedisServer, run_postgres, run_redis
+from tests.services import PostgresServer, RedisServer, S3Server, run_postgres, run_redis, run_s3
+
+_BATCH_LINES = int(os.environ.get("SAMEWAY_TEST_BATCH_LINES", "400"))  # 2,000 take a minute
 
 ENV = {"SAMEWAY_SECRET": "one secret for every host, or no host reads the other's cache"}
 
@@ -41,8 +43,18 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
+def store() -> Iterator[S3Server]:
+    with run_s3() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def hosts(
-    upstream_process: Upstream, postgres: PostgresServer, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
+    upstream_process: Upstream,
+    postgres: PostgresServer,
+    redis: RedisServer,
+    store: S3Server,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Gateway, Gateway]]:
     """Two gateways on one Redis and one database; the first start of both at once makes the schema once."""
     with contextlib.ExitStack() as stack:
@@ -51,7 +63,7 @@ def hosts(
             "database_url": postgres.create_database(),
             "cache": {"is_semantic": False},
             "budgets": {"hold_lease_s": 5},
-            "batches": {"files_dir": str(tmp_path_factory.mktemp("files"))},
+            "batches": {"files_url": store.url},
             "models": {
                 "dear": {"deployments": [deployment(upstream_process.url, "dear", output_tokens_max=1000)]},
                 "slow": {"deployments": [deployment(upstream_process.url, "slow", "mock?delay_ms=1000")]},
@@ -60,7 +72,10 @@ def hosts(
         }
         folders: list[Path] = [tmp_path_factory.mktemp(name) for name in ("east", "west")]
         with ThreadPoolExecutor(2) as pool:
-            starting = [pool.submit(stack.enter_context, run_gateway(folder, config, env=ENV)) for folder in folders]
+            starting = [
+                pool.submit(stack.enter_context, run_gateway(folder, config, env={**ENV, **store.env}))
+                for folder in folders
+            ]
             east, west = (each.result() for each in starting)
         east.wait_ready()
         west.wait_ready()
@@ -143,11 +158,12 @@ def test_one_budget_holds_over_both_hosts(hosts: tuple[Gateway, Gateway]) -> Non
     wait_for(lambda: ledger_microusd(west, team_id) == spent, 10)
 
 
-def test_both_hosts_run_a_batch_and_one_is_killed(hosts: tuple[Gateway, Gateway]) -> None:
-    """Its lines run on both; a host's workers are killed in the middle: each line is there once, and the ledger is exact."""
+def test_both_hosts_run_a_batch_and_each_is_killed(hosts: tuple[Gateway, Gateway], store: S3Server) -> None:
+    """Its lines run on both, and its files lie in a bucket, which is away for a while; the workers of one host and then of
+    the other are killed in the middle: each line is there once, and the ledger is exact."""
     east, west = hosts
-    team_id, key = new_team(east, limit_usd=1.0)
-    names = [f"line-{number}" for number in range(400)]
+    team_id, key = new_team(east, limit_usd=10.0)
+    names = [f"line-{number}" for number in range(_BATCH_LINES)]
 
     def body(name: str) -> dict[str, Any]:
         return {"model": "late", "messages": [{"role": "user", "content": f"{team_id} {name}"}], "max_tokens": 5}
@@ -161,7 +177,15 @@ def test_both_hosts_run_a_batch_and_one_is_killed(hosts: tuple[Gateway, Gateway]
         wait_for(lambda: batch_lines(east) > 0 and batch_lines(west) > 0, 30)
         for worker in east.children("gateway worker"):
             worker.kill()
-        wait_for(lambda: client.batches.retrieve(batch_id).status == "completed", 90)
+        done = batch_lines(west)
+        wait_for(lambda: batch_lines(west) > done, 30)
+        wait_for(lambda: batch_lines(east) > 0, 30)
+        store.pause()
+        for worker in west.children("gateway worker"):
+            worker.kill()
+        store.go_on()
+        west.wait_ready()
+        wait_for(lambda: client.batches.retrieve(batch_id).status == "completed", 120)
         batch = client.batches.retrieve(batch_id)
         assert batch.output_file_id is not None
         assert batch.error_file_id is None

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,9 @@ from openai import AsyncOpenAI
 from cache import ExactCache
 from gateway import app as app_module
 from gateway.app import WorkerParts, create_app
+from gateway.batches.files import MARKER
 from gateway.settings import Settings
+from gateway.transport.contents import Folder
 from gateway.transport.http_server import reserve
 from gateway.worker import run
 from tests.e2e.gateway import API_KEY
@@ -90,8 +93,15 @@ class Host:
     @property
     def names(self) -> list[str]:
         """What lies in the folder."""
-        folder = self.parts.settings.files_dir
-        return sorted(os.listdir(folder)) if folder.exists() else []
+        folder = self.folder
+        return sorted(set(os.listdir(folder)) - {MARKER}) if folder.exists() else []
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the files."""
+        contents = self.parts.files.contents
+        assert isinstance(contents, Folder)
+        return contents.path
 
     async def aclose(self) -> None:
         for client in self.clients:

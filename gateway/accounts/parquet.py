@@ -13,7 +13,11 @@ from typing import Any
 from gateway.accounts.errors import Invalid
 
 GROUP_ROWS = 10_000
-_TEXTS = frozenset({"id", "request_id", "team", "key", "alias", "deployment", "mechanism", "user", "tags", "kind"})
+VERSION = "1"
+"""Of the columns: a column may be added in a version, and none is renamed or removed."""
+_TEXTS = frozenset(
+    {"id", "request_id", "team", "key", "alias", "deployment", "mechanism", "user", "tags", "kind", "source"}
+)
 
 
 class ParquetFile:
@@ -30,7 +34,7 @@ class ParquetFile:
         kinds = {name: pyarrow.string() if name in _TEXTS else pyarrow.int64() for name in columns}
         kinds = {"at": pyarrow.timestamp("ms", tz="UTC"), **kinds, "usage_estimated": pyarrow.bool_()}
         self._table = pyarrow.Table
-        self._schema = pyarrow.schema(list(kinds.items()))
+        self._schema = pyarrow.schema(list(kinds.items()), metadata={"sameway.ledger": VERSION})
         self._sink = _Sink()
         self._writer = ParquetWriter(self._sink, self._schema)
 
