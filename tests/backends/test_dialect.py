@@ -57,7 +57,20 @@ def test_roles_and_what_other_servers_left_in_messages_are_said_otherwise() -> N
     messages = [{"role": "developer", "content": "Be brief."}, _USER, thought]
     sent = _sent("https://api.mistral.ai/v1", {"messages": messages})["messages"]
     assert sent == [{"role": "system", "content": "Be brief."}, _USER, {"role": "assistant", "content": "hi"}]
-    assert _sent("http://127.0.0.1/v1", {"messages": messages})["messages"] == messages
+    assert _sent("https://api.openai.com/v1", {"messages": messages})["messages"] == messages
+
+
+@pytest.mark.parametrize("content", ["Use tools.", [{"type": "text", "text": "Use tools."}]])
+def test_a_developer_who_begins_a_chat_is_of_its_one_system_message(content: Any) -> None:
+    """Templates of open models know neither the role nor a second message of the system; a later one keeps its place."""
+    begun = [{"role": "system", "content": "Be brief."}, {"role": "developer", "content": content}, _USER]
+    sent = _sent("http://127.0.0.1/v1", {"messages": [*begun, {"role": "developer", "content": "Now."}]})["messages"]
+    joined = (
+        "Be brief.\n\nUse tools." if isinstance(content, str) else [{"type": "text", "text": "Be brief."}, *content]
+    )
+    assert sent == [{"role": "system", "content": joined}, _USER, {"role": "system", "content": "Now."}]
+    plain = [{"role": "system", "content": "One."}, {"role": "system", "content": "Two."}, _USER]
+    assert _sent("http://127.0.0.1/v1", {"messages": plain})["messages"] == plain  # what the client said, as it said it
 
 
 def test_what_is_known_is_told_with_its_source() -> None:
