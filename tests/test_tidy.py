@@ -52,8 +52,8 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2330, "gateway/accounts": 2500, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 4250,
-    "gateway/backends": 2930, "gateway/batches": 1160, "gateway/deployments": 1280, "gateway/journey": 3000,
+    "gateway": 2330, "gateway/accounts": 2500, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 4300,
+    "gateway/backends": 2950, "gateway/batches": 1160, "gateway/deployments": 1280, "gateway/journey": 3000,
     "gateway/learning": 1510, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 610,
     "gateway/wire": 2170, "cache": 1070, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1240,
     "cache/semantic": 1110, "cache/verdicts": 590, "cache/worker": 560, "policies": 2240, "local_engine": 2270,

@@ -1023,7 +1023,7 @@ MODELS: dict[str, Any] = {
         ],
     },
     "narrow": {"deployments": [deployment("narrow", context_tokens_max=50)]},
-    "simple": {"deployments": [deployment("simple", capabilities=[])]},
+    "simple": {"deployments": [deployment("simple", capabilities=[], output_tokens_max=1000)]},
     "small-room": {"deployments": [deployment("small-room", concurrency_max=2, queue_max=3)]},
     "rooms": {
         "policy": "cheapest",

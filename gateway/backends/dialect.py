@@ -107,10 +107,8 @@ _RULES = (
     _Rule({"has_developer_role": True}, "OpenAI API reference, Create chat completion: Developer message; the templates of others "
           "refuse or omit it: github.com/ggml-org/llama.cpp/pull/20215, github.com/sgl-project/sglang/issues/40082",
           model=r"(?:^|/)(?:o[1-9](?:-|$)|gpt-)"),
-    _Rule({"has_developer_role": True}, "OpenAI and Azure: Create chat completion, Developer message; litellm maps it",
-          ("api.openai.com", "openai.azure.com", "services.ai.azure.com")),
     _Rule(_OPENAIS_NAMES, "OpenAI API reference, Create chat completion; github.com/agno-agi/agno/issues/5382", kinds=("openai",)),
-    _Rule({"provider": "OpenAI", "length": MAX_COMPLETION_TOKENS, "speaks_responses": True},
+    _Rule({"provider": "OpenAI", "length": MAX_COMPLETION_TOKENS, "speaks_responses": True, "has_developer_role": True},
           "OpenAI API reference, Create chat completion", ("api.openai.com", "openai.azure.com")),
     _Rule({"provider": "Azure", "length": MAX_COMPLETION_TOKENS},
           "learn.microsoft.com: Azure OpenAI reasoning models, API support", ("services.ai.azure.com",)),

@@ -26,6 +26,8 @@ SURFACES = {
     "messages": ("/v1/messages", {"messages": [{"role": "user", "content": "good day"}], "max_tokens": 100}),
     "responses": ("/v1/responses", {"input": "good evening"}),
 }
+BACK = ("reasoning_content", "reasoning", "reasoning_text", "thinking", "reasoning_details", "thinking_blocks")
+"""Fields of an assistant's message by which servers want their reasoning back."""
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 _INCOMPLETE = {"length": "max_output_tokens"}
 
@@ -87,6 +89,48 @@ def expected(surface: str, says: dict[str, Any]) -> dict[str, Any]:
         end = ["completed", None] if is_good else ["incomplete", _INCOMPLETE.get(end, end)]
     thought = "" if surface == "chat" else says["thought"]
     return {"text": says["text"], "thought": thought, "calls": calls, "end": end}
+
+
+def next_turn(surface: str, reply: Reply) -> dict[str, Any] | None:
+    """The body of the turn after a whole reply, which is sent back as it is; None where there is nothing to send."""
+    path_fields = dict(SURFACES[surface][1])
+    name = "input" if surface == "responses" else "messages"
+    asked = path_fields[name]
+    asked = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+    if surface == "messages":
+        content = reply.json["content"]
+        results = [_result(one["id"]) for one in content if one["type"] == "tool_use"]
+        said = [{"role": "assistant", "content": content}] if content else []
+        after = [{"role": "user", "content": results or "Go on."}]
+    elif surface == "chat":
+        message = reply.json["choices"][0]["message"]
+        calls = message.get("tool_calls") or []
+        said = [message] if message.get("content") or calls else []
+        after = [{"role": "tool", "tool_call_id": one["id"], "content": "Done."} for one in calls]
+    else:
+        said = reply.json["output"]
+        calls = [one["call_id"] for one in said if one["type"] == "function_call"]
+        after = [{"type": "function_call_output", "call_id": one, "output": "Done."} for one in calls]
+    after = after or [{"role": "user", "content": "Go on."}]
+    return path_fields | {name: [*asked, *said, *after]} if said else None
+
+
+def _result(id: str) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": id, "content": "Done."}
+
+
+def sent_back(body: dict[str, Any]) -> tuple[str, list[Any], dict[str, Any]]:
+    """What a server gets of its answer in the next turn: the text, the calls, and further fields of the message."""
+    said = [one for one in body["messages"] if one["role"] == "assistant"]
+    text, calls, further = "", list[Any](), dict[str, Any]()
+    for message in said:
+        content = message.get("content")
+        blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        text += "".join(one["text"] for one in blocks if one["type"] == "text")
+        calls += [[one["name"], one["input"]] for one in blocks if one["type"] == "tool_use"]
+        calls += [[one["function"]["name"], one["function"]["arguments"]] for one in message.get("tool_calls") or ()]
+        further |= {name: message[name] for name in BACK if name in message}
+    return text, calls, further
 
 
 def _inputs(text: str) -> Iterator[Any]:

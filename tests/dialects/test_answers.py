@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from gateway.backends.anthropic.backend import AnthropicBackend
 from gateway.backends.openai.backend import OpenAIBackend
-from tests.dialects.player import SURFACES, cases, expected, playing, told
+from tests.dialects.player import SURFACES, cases, expected, next_turn, playing, sent_back, told
 from tests.services import RedisServer
 from tests.world import World, open_world
 
@@ -32,6 +33,19 @@ async def test_an_answer_is_the_same_however_it_is_asked_for(
                     assert (reply.status, told(surface, reply)) == (200, expected(surface, case["says"])), surface
                     await check(world, reply, case["says"])
                 assert len(served.requests) - sent == (1 if case["says"]["kept"] == "stored" else 2)
+                if not reply.is_stream and (body := next_turn(surface, reply)):
+                    await world.ask(path=path, **body)
+                    sent_body = json.loads(served.requests[-1][1].partition(b"\r\n\r\n")[2])
+                    print(
+                        "BACK",
+                        name,
+                        "|",
+                        surface,
+                        "|",
+                        sent_back(sent_body),
+                        case["says"]["text"],
+                        case["says"]["calls"],
+                    )
             await world.is_released()
 
 

@@ -604,6 +604,7 @@ def test_a_chat_with_what_the_api_lacks_is_refused_by_name(chat: OpenAI, server:
         ({"presence_penalty": 1}, "presence_penalty"),
         ({"stop": "\n"}, "stop"),
         ({"reasoning_effort": ["low"]}, "reasoning_effort"),
+        ({"tools": [{"type": "web_search"}]}, "web_search"),  # in OpenAI's words, where the operator allows it
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             chat.chat.completions.create(
