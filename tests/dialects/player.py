@@ -1,16 +1,17 @@
 """Plays what servers send, one file of `providers/` for each, and reads what clients of three surfaces get.
 
-An answer has its `events` as a server sends them, or a `body` with its `type` and `coding`, and what it `says`: its text, thoughts
-and calls, its end in OpenAI's word (`native`: in Anthropic's, where OpenAI has none), its tokens (of the prompt, of these cached, of
-the completion), and whether it is kept. `api`: whose it is, if not OpenAI's. An error has a `status`, a `body` or `events`, and words
-that it `tells`; `next`: another deployment answers; `is_fault`: the request was at fault.
+An answer has its `events` as a server sends them, or a `body` with its `type` and `coding`, and what it `says`: its text, thoughts and
+calls, its end in OpenAI's word (`native`: in Anthropic's, where OpenAI has none), its tokens (of the prompt, of these cached, of the
+completion), and whether it is kept. The second turn needs no data: it has what the answer says, and the fields of reasoning that a chat's
+message had. `api`: whose it is, if not OpenAI's. An error has a `status`, a `body` or `events`, and words that it `tells`; `next`:
+another deployment answers; `is_fault`: the request was at fault.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def told(surface: str, reply: Reply) -> dict[str, Any]:
 def expected(surface: str, says: dict[str, Any]) -> dict[str, Any]:
     """What it should read."""
     end = says["end"]
-    calls = [[name, *_inputs(text)] if surface == "messages" else [name, text] for name, text in says["calls"]]
+    calls = inputs_of(says["calls"]) if surface == "messages" else [[name, text] for name, text in says["calls"]]
     if surface == "messages":
         end = says.get("native") or ("tool_use" if calls and end == "stop" else _STOPS.get(end, end))
     elif surface == "responses":
@@ -93,9 +94,9 @@ def expected(surface: str, says: dict[str, Any]) -> dict[str, Any]:
 
 def next_turn(surface: str, reply: Reply) -> dict[str, Any] | None:
     """The body of the turn after a whole reply, which is sent back as it is; None where there is nothing to send."""
-    path_fields = dict(SURFACES[surface][1])
+    fields = SURFACES[surface][1]
     name = "input" if surface == "responses" else "messages"
-    asked = path_fields[name]
+    asked: Any = fields[name]
     asked = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
     if surface == "messages":
         content = reply.json["content"]
@@ -109,17 +110,18 @@ def next_turn(surface: str, reply: Reply) -> dict[str, Any] | None:
         after = [{"role": "tool", "tool_call_id": one["id"], "content": "Done."} for one in calls]
     else:
         said = reply.json["output"]
+        said = said if any(one["type"] != "reasoning" for one in said) else []  # what follows a thought carries it
         calls = [one["call_id"] for one in said if one["type"] == "function_call"]
         after = [{"type": "function_call_output", "call_id": one, "output": "Done."} for one in calls]
     after = after or [{"role": "user", "content": "Go on."}]
-    return path_fields | {name: [*asked, *said, *after]} if said else None
+    return fields | {name: [*asked, *said, *after]} if said else None
 
 
 def _result(id: str) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": id, "content": "Done."}
 
 
-def sent_back(body: dict[str, Any]) -> tuple[str, list[Any], dict[str, Any]]:
+def sent_back(body: dict[str, Any]) -> list[Any]:
     """What a server gets of its answer in the next turn: the text, the calls, and further fields of the message."""
     said = [one for one in body["messages"] if one["role"] == "assistant"]
     text, calls, further = "", list[Any](), dict[str, Any]()
@@ -128,9 +130,15 @@ def sent_back(body: dict[str, Any]) -> tuple[str, list[Any], dict[str, Any]]:
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
         text += "".join(one["text"] for one in blocks if one["type"] == "text")
         calls += [[one["name"], one["input"]] for one in blocks if one["type"] == "tool_use"]
-        calls += [[one["function"]["name"], one["function"]["arguments"]] for one in message.get("tool_calls") or ()]
+        named = [one["function"] for one in message.get("tool_calls") or ()]
+        calls += inputs_of([one["name"], one["arguments"]] for one in named)
         further |= {name: message[name] for name in BACK if name in message}
-    return text, calls, further
+    return [text, calls, further]
+
+
+def inputs_of(calls: Iterable[Any]) -> list[Any]:
+    """Calls with the objects that their arguments are."""
+    return [[name, *_inputs(text)] for name, text in calls]
 
 
 def _inputs(text: str) -> Iterator[Any]:
