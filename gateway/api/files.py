@@ -139,10 +139,10 @@ class AnthropicFiles(InAnthropicsShape, FilesEndpoint):
 
     async def _list(self, call: Call) -> dict[str, Any]:
         """A page of Anthropic's list, the newest first, by an id before or after it or by the cursor of later versions."""
-        limit, query = limit_of(call.query, 20, 1_000), dict(call.query)
-        if cursor := query.get("page", "").removeprefix(_CURSOR):
-            query["after_id"] = cursor
-        after, before = (after_of(query, name) for name in ("after_id", "before_id"))
+        limit = limit_of(call.query, 20, 1_000)
+        query = {**call.query, "page": call.query.get("page", "").removeprefix(_CURSOR)}
+        before, after, cursor = (after_of(query, name) for name in ("before_id", "after_id", "page"))
+        after = after or cursor
         is_back = bool(before) and not after
         page = await self._files.page(
             call.identity.team.id, before if is_back else after, limit, is_newest_first=not is_back

@@ -140,19 +140,13 @@ def _body(shape: type) -> dict[str, Any]:
 _IN_PATHS = ("id", "item", "file", "batch", "model")
 
 
-_QUERIES: dict[str, Any] = {
-    "limit": {"type": "integer", "minimum": 1, "maximum": 100},
-    "order": {"enum": ["asc", "desc"]},
-}
-
-
 def _on(summary: str, *names: str, body: dict[str, Any] | None = None, **how: Any) -> dict[str, Any]:
     """An operation with the parameters `names`, in its path or its query."""
     in_path = {"in": "path", "required": True, "schema": _TEXT}
-    parameters = [
-        {"name": name, **(in_path if name in _IN_PATHS else {"in": "query", "schema": _QUERIES.get(name, _TEXT)})}
-        for name in names
-    ]
+    limit = {"type": "integer", "minimum": 1, "maximum": 1_000 if how.get("errors_of") == "Anthropic" else 100}
+    queries: dict[str, Any] = {"limit": limit, "order": {"enum": ["asc", "desc"]}}
+    others = {name: {"in": "query", "schema": queries.get(name, {"type": "string"})} for name in names}
+    parameters = [{"name": name, **(in_path if name in _IN_PATHS else others[name])} for name in names]
     return {**operation(summary, body, **how), "parameters": parameters}
 
 
