@@ -47,13 +47,13 @@ from gateway.admin.views import deployments_of
 from gateway.alerts.mail import Mail
 from gateway.alerts.watch import AlertWatch, Channel
 from gateway.alerts.webhook import Webhook
-from gateway.api.asgi import Scope
+from gateway.api.asgi import Receive, Scope, Send, headers_of
 from gateway.api.background import Background
 from gateway.api.batches import BatchesEndpoint
 from gateway.api.chat import AnswerEndpoint, Uploads
 from gateway.api.compaction import Compact
 from gateway.api.feedback import Feedback
-from gateway.api.files import FilesEndpoint
+from gateway.api.files import AnthropicFiles, FilesEndpoint
 from gateway.api.front import BelowPath, Front, Routes, document, no_such_route, wrong_method
 from gateway.api.memory import Memory
 from gateway.api.message_batches import MessageBatches
@@ -458,7 +458,7 @@ def _cache_limits(settings: Settings) -> CacheLimits:
 
 def _routes(settings: Settings, parts: WorkerParts) -> Routes:
     models = Models(settings, parts.pipeline, time.time())
-    files = FilesEndpoint(parts.pipeline, parts.files)
+    files = FilesEndpoint(parts.pipeline, parts.files), AnthropicFiles(parts.pipeline, parts.files)
     memory, background = parts.memory, parts.background
     stored = StoredResponses(parts.pipeline, memory, background)
     chats = StoredChats(parts.pipeline, parts.stored_responses)
@@ -472,10 +472,14 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
     messages = Messages(parts.pipeline, settings.body_bytes_max)
     for endpoint in (chat, responses, compact, messages):
         endpoint.files = parts.files
+
+    async def files_of_client(scope: Scope, receive: Receive, send: Send) -> None:
+        await files["anthropic-version" in headers_of(scope)](scope, receive, send)
+
     return {
         **routes_of(stored.path, stored),
         **routes_of(conversations.path, conversations),
-        **routes_of(files.path, files),
+        **routes_of(FilesEndpoint.path, files_of_client),
         **routes_of(batches.path, batches),
         **routes_of(of_messages.path, of_messages),
         **{

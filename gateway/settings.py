@@ -199,7 +199,8 @@ class DialectSettings(_Section):
     call_id: str | None = None
     """the same for ids of calls"""
     has_developer_role: bool | None = None
-    """whether it knows messages of the role `developer`; else they are sent as `system`"""
+    """whether it knows messages of the role `developer`; else they are sent as `system`; default: OpenAI's servers and
+    models know it"""
 
     @field_validator("tool_name", "call_id")
     @classmethod

@@ -52,8 +52,8 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2390, "gateway/accounts": 2750, "gateway/admin": 3290, "gateway/alerts": 440, "gateway/api": 4240,
-    "gateway/backends": 2970, "gateway/batches": 1210, "gateway/deployments": 1740, "gateway/journey": 3070,
+    "gateway": 2390, "gateway/accounts": 2750, "gateway/admin": 3290, "gateway/alerts": 440, "gateway/api": 4290,
+    "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1740, "gateway/journey": 3070,
     "gateway/learning": 1510, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 800,
     "gateway/wire": 2200, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1240,
     "cache/semantic": 1110, "cache/verdicts": 590, "cache/worker": 560, "policies": 2410, "local_engine": 2270,
@@ -68,7 +68,6 @@ SMALL_FILES: dict[str, str] = {
     "cache/semantic/sketches.py": "it bounds the memory of what the judge of prose keeps",
     "cache/worker/judging.py": "the other half of the worker, without its socket",
     "cache/decision/normal_form.py": "read by the gateway, which imports no numpy",
-    "gateway/admin/parquet.py": "a format of its own, by an extra",
     "gateway/worker.py": "a process",
     "gateway/deployments/server_metrics.py": "others' names, by their kind and version",
     "ipc/options.py": "no part of the calls",

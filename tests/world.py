@@ -1034,7 +1034,7 @@ MODELS: dict[str, Any] = {
         ],
     },
     "narrow": {"deployments": [deployment("narrow", context_tokens_max=50)]},
-    "simple": {"deployments": [deployment("simple", capabilities=[])]},
+    "simple": {"deployments": [deployment("simple", capabilities=[], output_tokens_max=1000)]},
     "behind": {"deployments": [deployment("behind", identity_headers=IDENTITY_HEADERS)]},
     "small-room": {"deployments": [deployment("small-room", concurrency_max=2, queue_max=3)]},
     "rooms": {

@@ -137,6 +137,12 @@ class ObjectEndpoint(ABC):
 _ID = re.compile(r"[a-z]+[-_][0-9a-f]{32}")
 
 
+def page_of(objects: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    """Anthropic's page of these objects; `has_more`: others follow in the direction of the request."""
+    ids = [one["id"] for one in objects] or [None]
+    return {"data": objects, "first_id": ids[0], "last_id": ids[-1], "has_more": has_more}
+
+
 def limit_of(query: Mapping[str, str], usual: int, most: int) -> int:
     """The size of the page that `query` asks for. Raises BadRequest."""
     limit = query.get("limit", str(usual))

@@ -1,16 +1,21 @@
 """`/v1/files`: upload, list, read and delete the files of batches.
 
-Shapes: OpenAI API reference, "Files"; multipart/form-data (RFC 7578). Invariants: a file passes
-through memory a piece at a time, both ways; an incomplete upload leaves no file.
+Shapes: OpenAI API reference, "Files"; Anthropic API reference, "Files", for a client that sends
+`anthropic-version`; multipart/form-data (RFC 7578). Invariants: a file passes through memory a
+piece at a time, both ways; an incomplete upload leaves no file.
 """
 
 import asyncio
+import mimetypes
 import re
 import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
-from gateway.api.endpoint import Call, ObjectEndpoint, after_of, limit_of, listed, one_of
-from gateway.batches.files import PURPOSES, Files, check_expiry, check_purpose, key_of, storage_error
+from gateway.api.endpoint import Call, ObjectEndpoint, after_of, limit_of, listed, one_of, page_of
+from gateway.api.messages import InAnthropicsShape
+from gateway.batches.files import PURPOSES, File, Files, check_expiry, check_purpose, key_of, storage_error
 from gateway.pipeline import Pipeline
 from gateway.transport.http_server import WHEN_GONE
 from gateway.wire.errors import BadRequest
@@ -20,6 +25,7 @@ _PIECE_BYTES = 256 << 10
 _FIELD_BYTES_MAX = 4_096
 _LIST_MAX = 10_000
 _FILE = "file"
+_CURSOR = "page_"
 _DIGITS = re.compile(r"[0-9]{1,9}")
 
 
@@ -28,6 +34,9 @@ class FilesEndpoint(ObjectEndpoint):
 
     operation = "files"
     path = "/v1/files"
+    purpose = ""  # of an upload that names none
+    shown = staticmethod(File.as_json)
+    deleted: Mapping[str, Any] = {"object": "file", "deleted": True}
 
     def __init__(self, pipeline: Pipeline, files: Files) -> None:
         super().__init__(pipeline)
@@ -37,14 +46,14 @@ class FilesEndpoint(ObjectEndpoint):
         team_id = call.identity.team.id
         match call.method, call.object_id, call.action:
             case "POST", "", "":
-                return await self._upload(call)
+                return self.shown(await self._upload(call))
             case "GET", "", "":
                 return await self._list(call)
             case "GET", file_id, "":
-                return (await self._files.get(team_id, file_id)).as_json()
+                return self.shown(await self._files.get(team_id, file_id))
             case "DELETE", file_id, _:
                 await self._files.delete(team_id, file_id)
-                return {"id": file_id, "object": "file", "deleted": True}
+                return {"id": file_id, **self.deleted}
             case _, file_id, _:  # its content
                 found = await self._files.get(team_id, file_id)
                 await self._send_content(call, key_of(team_id, found.id), found.bytes)
@@ -56,7 +65,7 @@ class FilesEndpoint(ObjectEndpoint):
         page = await self._files.page(call.identity.team.id, after, limit, purpose, is_newest_first=order != "asc")
         return listed([file.as_json() for file in page], limit)
 
-    async def _upload(self, call: Call) -> dict[str, Any]:
+    async def _upload(self, call: Call) -> File:
         """Store the file of a multipart body; the read stops when the client leaves."""
         boundary = boundary_of(call.headers.get("content-type", ""))
         if not boundary:
@@ -84,8 +93,8 @@ class FilesEndpoint(ObjectEndpoint):
             form.check()
             if file is None:
                 raise _missing()
-            purpose, expires_after_s = check_purpose(fields.get("purpose", "")), _expires_after(fields)
-            return (await upload.keep(purpose, file.filename or "", expires_after_s)).as_json()
+            purpose, expires_after_s = check_purpose(fields.get("purpose", self.purpose)), _expires_after(fields)
+            return await upload.keep(purpose, file.filename or "", expires_after_s)
         except BaseException:
             await upload.drop()
             raise
@@ -111,6 +120,35 @@ class FilesEndpoint(ObjectEndpoint):
                 await call.send({"type": "http.response.body", "body": piece, "more_body": bytes_left > 0})
             if not size or call.scope["method"] == "HEAD":
                 await call.send({"type": "http.response.body", "body": b""})
+
+
+class AnthropicFiles(InAnthropicsShape, FilesEndpoint):
+    """The same files in the shapes of Anthropic's API, which knows no purposes."""
+
+    purpose = "user_data"
+    deleted: Mapping[str, Any] = {"type": "file_deleted"}
+
+    @staticmethod
+    def shown(file: File) -> dict[str, Any]:
+        """Anthropic's file object."""
+        kind = mimetypes.guess_type(file.filename)[0] or "application/octet-stream"
+        named = {"type": "file", "id": file.id, "filename": file.filename, "mime_type": kind, "size_bytes": file.bytes}
+        at = datetime.fromtimestamp(file.created_at_s, UTC).isoformat()
+        return {**named, "created_at": at, "downloadable": True}
+
+    async def _list(self, call: Call) -> dict[str, Any]:
+        """A page of Anthropic's list, the newest first, by an id before or after it or by the cursor of later versions."""
+        limit = limit_of(call.query, 20, 1_000)
+        query = {**call.query, "page": call.query.get("page", "").removeprefix(_CURSOR)}
+        before, after, cursor = (after_of(query, name) for name in ("before_id", "after_id", "page"))
+        after = after or cursor
+        is_back = bool(before) and not after
+        page = await self._files.page(
+            call.identity.team.id, before if is_back else after, limit, is_newest_first=not is_back
+        )
+        has_more, files = len(page) > limit, list(map(self.shown, page[:limit]))
+        following = f"{_CURSOR}{files[-1]['id']}" if has_more and not is_back else None
+        return page_of(files[::-1] if is_back else files, has_more) | {"next_page": following}
 
 
 def _missing() -> BadRequest:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from gateway.api.endpoint import Call, ObjectEndpoint, after_of, limit_of, listed
+from gateway.api.endpoint import Call, ObjectEndpoint, after_of, limit_of, page_of
 from gateway.api.messages import InAnthropicsShape
 from gateway.batches.batches import Batch, Batches
 from gateway.batches.files import INPUT, LIVE, key_of, storage_error
@@ -117,8 +117,7 @@ class MessageBatches(InAnthropicsShape, ObjectEndpoint):
         after, before = (after_of(call.query, name).removeprefix("msg") for name in ("after_id", "before_id"))
         page = await self._batches.page(call.identity.team.id, after, limit, before=before, endpoint=_MESSAGES)
         nearest = [await self._shown(batch) for batch in page[:limit]]
-        fields = listed(nearest[::-1] if before else nearest, limit) | {"has_more": len(page) > limit}
-        return {name: value for name, value in fields.items() if name != "object"}
+        return page_of(nearest[::-1] if before else nearest, len(page) > limit)
 
     async def _delete(self, batch: Batch) -> None:
         """Delete an ended batch with its files. Raises InUse."""

@@ -6,7 +6,8 @@ cache and no backend. Invariants: the whole message equals the message that its 
 block is open at a time, and each is closed before the end.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+import re
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ _STOPS = {
     "function_call": "tool_use",
     "content_filter": "refusal",
 }
+_DATE = re.compile(r"-\d{8}$")  # of a version, such as claude-haiku-4-5-20251001
 _STATUSES = {"upstream_overloaded": 529, "deployment_full": 529}  # by their codes, where no server gave a status
 _ERRORS = {
     401: "authentication_error",
@@ -54,9 +56,11 @@ NoteIds = Callable[[set[str]], Awaitable[None]]
 
 
 class MessageRenderer(EventRenderer):
-    """The renderer of one message. `model` is used if the chunks name no model.
+    """The renderer of one message, which names the `model` that was asked for.
 
-    An answer of Anthropic's API is told as it came; the chunks that another deployment adds to it
+    Claude Code sends no thinking back of a message that names another model than it asks:
+    github.com/musistudio/claude-code-router/issues/1629. An answer of Anthropic's API is told as it
+    came, but for the names in `sent`, by which deployments were asked in place of `model`; the chunks that another deployment adds to it
     go on in its blocks, and `note_ids` gets the id of its container. `prompt_tokens` is an
     estimate, until the deployment counts them.
     """
@@ -64,12 +68,18 @@ class MessageRenderer(EventRenderer):
     ping = event_of("ping", {"type": "ping"})
 
     def __init__(
-        self, model: str, is_stream: bool, request_id: str, prompt_tokens: int = 0, note_ids: NoteIds | None = None
+        self,
+        model: str,
+        is_stream: bool,
+        request_id: str,
+        prompt_tokens: int = 0,
+        note_ids: NoteIds | None = None,
+        sent: Collection[str] = (),
     ) -> None:
         super().__init__(is_stream)
         self._note_ids, self.is_kept = note_ids, note_ids is not None
         self._container: dict[str, Any] | None = None
-        self._model = model
+        self._model, self._sent = model, sent
         self._request_id = request_id
         self._key = request_id.removeprefix("req_")
         self._folded = MessageFold()
@@ -93,10 +103,14 @@ class MessageRenderer(EventRenderer):
         chunks = chunks if entry is None else chunks_of(entry)
         if (native := chunks[0].native) and (message := decoded(native))["type"] == "message":
             self._container = message.get("container")
-            return native
+            return msgspec.json.encode(message | {"model": self._model}) if self._is_renamed(message) else native
         self.events(chunks)
         self.end()
         return msgspec.json.encode(self._folded.message())
+
+    def _is_renamed(self, message: dict[str, Any]) -> bool:
+        """Whether it names the model of a deployment, or a dated version of it, which the client did not."""
+        return self._model not in self._sent and _DATE.sub("", str(message.get("model"))) in self._sent
 
     def replay(self, entry: Entry) -> bytes:
         chunks = chunks_of(entry)
@@ -158,6 +172,8 @@ class MessageRenderer(EventRenderer):
         match event["type"]:
             case "message_start":
                 self._is_begun = True
+                if self._is_renamed(event["message"]):
+                    event, data = event | {"message": event["message"] | {"model": self._model}}, b""
             case "content_block_start":
                 kind = event["content_block"]["type"]
                 self._blocks.append({"type": kind if kind in ("text", "thinking") else "closed"})
@@ -178,7 +194,6 @@ class MessageRenderer(EventRenderer):
         piece: dict[str, Any] = msgspec.json.decode(payload)
         if not self._is_begun:
             self._is_begun = True
-            self._model = piece.get("model") or self._model
             head: dict[str, Any] = {
                 "id": f"msg_{self._key}",
                 "type": "message",

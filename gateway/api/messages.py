@@ -169,7 +169,9 @@ class Messages(InAnthropicsShape, AnswerEndpoint):
         turn = msgspec.structs.replace(turn, native=native, demand=demand, marked=kept)
         estimated = demand.prompt_tokens
         note_ids = partial(self._objects.own, team_id=call.identity.team.id) if self._objects.have_owners else None
-        return turn, MessageRenderer(request.model, turn.is_stream, call.arrival.request_id, estimated, note_ids)
+        deployments = self._pipeline.fleet.alias(request.model).deployments.values() if native is not None else ()
+        sent, id = {one.model for one in deployments}, call.arrival.request_id
+        return turn, MessageRenderer(request.model, turn.is_stream, id, estimated, note_ids, sent)
 
 
 class CountTokens(InAnthropicsShape, ObjectEndpoint):

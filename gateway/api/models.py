@@ -14,7 +14,7 @@ import msgspec
 
 from gateway.accounts import Identity
 from gateway.api.asgi import Receive, Scope, Send, headers_of, key_of, send_error, send_whole
-from gateway.api.endpoint import limit_of, listed, query_of
+from gateway.api.endpoint import limit_of, page_of, query_of
 from gateway.api.headers import JSON, base_headers
 from gateway.api.messages import InAnthropicsShape
 from gateway.journey.turn import arrive
@@ -112,9 +112,7 @@ def _page(models: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, A
         places[field] = names.index(query[field])
     page = models[places["after_id"] + 1 : places["before_id"]]
     data = [_anthropics(model) for model in (page[-limit:] if "before_id" in query else page[:limit])]
-    return {name: value for name, value in listed(data, limit).items() if name != "object"} | {
-        "has_more": len(page) > limit
-    }
+    return page_of(data, len(page) > limit)
 
 
 _LISTED, _LISTED_MAX = 20, 1_000

@@ -18,6 +18,7 @@ from gateway.api.responses import ResponseRequest
 from gateway.api.stored_responses import ConversationRequest, ItemsRequest, MetadataRequest
 from gateway.api.tokens import DetokenizeRequest
 from gateway.batches.files import EXPIRES_S, INPUT, INPUTS
+from gateway.batches.work import ENDPOINTS
 from gateway.journey.turn import CacheFields
 from gateway.wire.plain import INPUTS_MAX, PLAIN_SHAPES
 from gateway.wire.requests import PROMPTS_MAX, SPEAKERS, ChatRequest, CompletionRequest
@@ -112,6 +113,8 @@ def _schemas() -> dict[str, Any]:
     schemas["ResponseFormat"]["properties"]["type"] = {"enum": ["text", "json_object", "json_schema"]}
     schemas["Tool"] |= _TYPED | {"properties": schemas["Tool"]["properties"] | _TYPED["properties"]}
     schemas["DetokenizeRequest"]["required"] = ["tokens"]
+    response["input"] = {"anyOf": [one for one in response["input"]["anyOf"] if one["type"] != "null"]}
+    schemas["BatchRequest"]["properties"]["endpoint"] = {"enum": [*ENDPOINTS]}
     response["tools"] = {"anyOf": [{"type": "array", "items": _TYPED}, {"type": "null"}]}
     response["tool_choice"] = _TOOL_CHOICE
     return schemas
@@ -137,12 +140,14 @@ def _body(shape: type) -> dict[str, Any]:
 _IN_PATHS = ("id", "item", "file", "batch", "model")
 
 
-def _on(summary: str, *names: str, body: dict[str, Any] | None = None, streams: bool = False) -> dict[str, Any]:
+def _on(summary: str, *names: str, body: dict[str, Any] | None = None, **how: Any) -> dict[str, Any]:
     """An operation with the parameters `names`, in its path or its query."""
     in_path = {"in": "path", "required": True, "schema": _TEXT}
-    in_query = {"in": "query", "schema": {"type": "string"}}
-    parameters = [{"name": name, **(in_path if name in _IN_PATHS else in_query)} for name in names]
-    return {**operation(summary, body, streams=streams), "parameters": parameters}
+    limit = {"type": "integer", "minimum": 1, "maximum": 1_000 if how.get("errors_of") == "Anthropic" else 100}
+    queries: dict[str, Any] = {"limit": limit, "order": {"enum": ["asc", "desc"]}}
+    others = {name: {"in": "query", "schema": queries.get(name, {"type": "string"})} for name in names}
+    parameters = [{"name": name, **(in_path if name in _IN_PATHS else others[name])} for name in names]
+    return {**operation(summary, body, **how), "parameters": parameters}
 
 
 _TOKENIZE_BODY: dict[str, Any] = {
@@ -228,15 +233,19 @@ PATHS: dict[str, Any] = {
         "post": operation("The tokens of a message's prompt", _body(PromptRequest), errors_of="Anthropic")
     },
     "/v1/messages/batches": {
-        "post": operation("Create a batch of messages, in Anthropic's shape", _body(MessageBatchRequest)),
-        "get": _on("List the team's batches of messages", "limit", "after_id", "before_id"),
+        "post": operation(
+            "Create a batch of messages, in Anthropic's shape", _body(MessageBatchRequest), errors_of="Anthropic"
+        ),
+        "get": _on("List the team's batches of messages", "limit", "after_id", "before_id", errors_of="Anthropic"),
     },
     "/v1/messages/batches/{batch}": {
-        "get": _on("One batch of messages", "batch"),
-        "delete": _on("Delete an ended batch of messages with its results", "batch"),
+        "get": _on("One batch of messages", "batch", errors_of="Anthropic"),
+        "delete": _on("Delete an ended batch of messages with its results", "batch", errors_of="Anthropic"),
     },
-    "/v1/messages/batches/{batch}/cancel": {"post": _on("Cancel a batch of messages", "batch")},
-    "/v1/messages/batches/{batch}/results": {"get": _on("The results of a batch of messages, by line", "batch")},
+    "/v1/messages/batches/{batch}/cancel": {"post": _on("Cancel a batch of messages", "batch", errors_of="Anthropic")},
+    "/v1/messages/batches/{batch}/results": {
+        "get": _on("The results of a batch of messages, by line", "batch", errors_of="Anthropic")
+    },
     **{f"/v1{kind.path}": {"post": _plain(kind)} for kind in KINDS if kind.name in _PLAIN},
     "/v1/feedback": {"post": operation("Report a response right or wrong", _body(FeedbackRequest))},
     "/tokenize": {"post": operation("The tokens of a text or a conversation, by a local engine", _TOKENIZE_BODY)},

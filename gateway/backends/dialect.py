@@ -39,7 +39,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     length: str = MAX_TOKENS
     unknown: frozenset[str] = frozenset()
     unknown_in_messages: frozenset[str] = frozenset()
-    has_developer_role: bool = True
+    has_developer_role: bool = False  # else a developer speaks as the system, as all servers know it
     tool_name: str = ""
     call_id: str = ""
     are_call_ids_unique: bool = False
@@ -104,18 +104,21 @@ _RULES = (
     _Rule({"length": MAX_COMPLETION_TOKENS, "silence_s": 600},
           "OpenAI API reference, Create chat completion: not max_tokens for reasoning; github.com/mezmo/aura/issues/62",
           model=r"(?:^|/)(?:o[1-9](?:-|$)|gpt-[5-9])"),
+    _Rule({"has_developer_role": True}, "OpenAI API reference, Create chat completion: Developer message; the templates of others "
+          "refuse or omit it: github.com/ggml-org/llama.cpp/pull/20215, github.com/sgl-project/sglang/issues/40082",
+          model=r"(?:^|/)(?:o[1-9](?:-|$)|gpt-)"),
     _Rule(_OPENAIS_NAMES, "OpenAI API reference, Create chat completion; github.com/agno-agi/agno/issues/5382", kinds=("openai",)),
-    _Rule({"provider": "OpenAI", "length": MAX_COMPLETION_TOKENS, "speaks_responses": True},
+    _Rule({"provider": "OpenAI", "length": MAX_COMPLETION_TOKENS, "speaks_responses": True, "has_developer_role": True},
           "OpenAI API reference, Create chat completion", ("api.openai.com", "openai.azure.com")),
     _Rule({"provider": "Azure", "length": MAX_COMPLETION_TOKENS},
           "learn.microsoft.com: Azure OpenAI reasoning models, API support", ("services.ai.azure.com",)),
     _Rule({"is_openai_like": True, **_OPENAIS_NAMES}, "litellm: their parameters are OpenAI's", ("openai", "azure", "openrouter")),
     _Rule({"reports_cost": True}, "openrouter.ai/docs: Usage Accounting", ("openrouter", "openrouter.ai")),
-    _Rule({"provider": "Mistral", "length": MAX_TOKENS, "call_id": r"[a-zA-Z0-9]{9}", "has_developer_role": False,
+    _Rule({"provider": "Mistral", "length": MAX_TOKENS, "call_id": r"[a-zA-Z0-9]{9}",
            "unknown": frozenset(_NOT_MISTRALS.split()), "unknown_in_messages": _NOT_IN_MISTRALS_MESSAGES},
           "docs.mistral.ai/api: Chat Completion; github.com/openai/openai-agents-python/issues/442, "
           "github.com/charmbracelet/crush/issues/1590, github.com/anomalyco/opencode/issues/1680", ("api.mistral.ai",)),
-    _Rule({"provider": "DeepSeek", "length": MAX_TOKENS, "has_developer_role": False},
+    _Rule({"provider": "DeepSeek", "length": MAX_TOKENS},
           "api-docs.deepseek.com; github.com/theopenco/llmgateway/pull/3462", ("api.deepseek.com",)),
     _Rule({"provider": "Groq", "unknown": frozenset({"logprobs", "logit_bias", "top_logprobs"}),
            "unknown_in_messages": frozenset({"name"})},

@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
-from itertools import repeat
+from itertools import chain, repeat, takewhile
 from operator import contains
 from typing import Any
 
@@ -65,24 +65,38 @@ def check(body: Mapping[str, Any], names: Iterable[str]) -> None:
             raise unfit(f"`{name}` is not supported by this model's API", name)
 
 
-def said(body: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """A chat without the fields and roles that the server refuses.
+def said(body: dict[str, Any], dialect: Dialect, kind: Kind = CHAT) -> dict[str, Any]:
+    """A request without the fields and roles that the server refuses.
 
     Raises BackendUnfit with a field that changes the answer.
     """
     if dialect.unknown:
         check(body, dialect.unknown - DELIVERY)
         body = {name: value for name, value in body.items() if name not in dialect.unknown}
-    if dialect.unknown_in_messages or not dialect.has_developer_role:
-        body = body | {"messages": [_message(message, dialect) for message in body["messages"]]}
+    if kind is not CHAT:
+        return body
+    if dialect.unknown_in_messages:
+        left = dialect.unknown_in_messages  # by earlier answers of other servers
+        messages = [{name: one[name] for name in one if name not in left} for one in body["messages"]]
+        body = body | {"messages": messages}
+    if not dialect.has_developer_role and any(one["role"] == "developer" for one in body["messages"]):
+        body = body | {"messages": _by_system(body["messages"])}
     return body
 
 
-def _message(message: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """A message without what earlier answers of other servers left in it."""
-    message = {name: value for name, value in message.items() if name not in dialect.unknown_in_messages}
-    is_foreign = message.get("role") == "developer" and not dialect.has_developer_role
-    return message | {"role": "system"} if is_foreign else message
+def _by_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages where a developer speaks as the system; those that begin the chat are one, as templates take it.
+
+    Sources: github.com/ggml-org/llama.cpp/pull/20215 and 20079, github.com/vllm-project/vllm/pull/43590.
+    """
+    said = [one | {"role": "system"} if one["role"] == "developer" else one for one in messages]
+    texts = [one["content"] for one in takewhile(lambda one: one["role"] == "system", said)]
+    if len(texts) < 2:
+        return said
+    parts = ([{"type": "text", "text": text}] if isinstance(text, str) else text or [] for text in texts)
+    are_plain = all(isinstance(text, str) for text in texts)
+    content = "\n\n".join(texts) if are_plain else list(chain.from_iterable(parts))
+    return [said[0] | {"content": content}, *said[len(texts) :]]
 
 
 def fitted(body: dict[str, Any], dialect: Dialect) -> tuple[dict[str, Any], dict[str, str]]:

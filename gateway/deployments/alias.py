@@ -305,17 +305,20 @@ def _not_fetched(param: str, alias: str, hosts: Collection[str]) -> BadRequest:
     return BadRequest(f"{reason}: {way}", param=param, code="url_not_allowed")
 
 
+OUTPUT_TOO_LONG = "integer_above_max_value"
 _PASSING = frozenset({Cause.DISABLED, Cause.HEALTH, Cause.DENIED, Cause.FULL})  # of the moment, not of the request
 
 
 _RESTING = frozenset({Cause.HEALTH, Cause.FULL})
 
 
-def no_route(route: Route, prompt: str) -> ApiError:
-    """The error for a request that no deployment may try. `prompt` is the field with the prompt."""
+def no_route(route: Route, prompt: str, length: str) -> ApiError:
+    """The error for a request that no deployment may try. `prompt` and `length` are the client's fields with them."""
     match route.cause:
-        case Cause.CONTEXT | Cause.OUTPUT:
+        case Cause.CONTEXT:
             return BadRequest(sentence(route.refusal), param=prompt, code="context_length_exceeded")
+        case Cause.OUTPUT:  # no shorter prompt mends it, as agents would try, so it has OpenAI's other code
+            return BadRequest(sentence(route.refusal), param=length, code=OUTPUT_TOO_LONG)
         case Cause.CAPABILITY:
             lacking = min(what for rejected in route.rejected for what in rejected.lacks)
             return BadRequest(sentence(route.refusal), param=_ASKED_IN.get(lacking, prompt), code="unsupported_feature")

@@ -23,7 +23,7 @@ from gateway.backends.base import (
     BackendUnfit,
 )
 from gateway.backends.refusals import from_backend
-from gateway.deployments.alias import Alias, no_route
+from gateway.deployments.alias import OUTPUT_TOO_LONG, Alias, no_route
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
 from gateway.exceptions import fresh
@@ -145,7 +145,10 @@ class Tries:
                 break
             await asyncio.sleep(_STARTING_POLL_S)  # a late answer is better than an error
         if not route.ranked:
-            raise no_route(route, generation.turn.kind.prompt)
+            turn, names = generation.turn, ("max_tokens", "max_completion_tokens")
+            is_response = turn.arrival.operation == "responses"
+            length = "max_output_tokens" if is_response else names["max_tokens" not in turn.body]
+            raise no_route(route, turn.kind.prompt, length)
         return route
 
     async def _round(self, route: Route) -> bool:
@@ -269,7 +272,7 @@ def pause_before_retry(failure: BackendError, attempts: int) -> float | None:
 
 
 _FALLS_BACK = frozenset(
-    {"context_length_exceeded", "no_deployment_available", "no_deployment_within_limits", "deployment_full"}
+    f"context_length_exceeded {OUTPUT_TOO_LONG} no_deployment_available no_deployment_within_limits deployment_full".split()
 )
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from gateway.backends.base import BackendUnfit
 from gateway.backends.dialect import dialect_of
+from gateway.backends.fitting import said
 from gateway.backends.openai.backend import OpenAIBackend
+from gateway.wire.types import COMPLETION
 from tests.backends.conftest import ask
 
 _USER = {"role": "user", "content": "hello"}
@@ -57,7 +59,29 @@ def test_roles_and_what_other_servers_left_in_messages_are_said_otherwise() -> N
     messages = [{"role": "developer", "content": "Be brief."}, _USER, thought]
     sent = _sent("https://api.mistral.ai/v1", {"messages": messages})["messages"]
     assert sent == [{"role": "system", "content": "Be brief."}, _USER, {"role": "assistant", "content": "hi"}]
-    assert _sent("http://127.0.0.1/v1", {"messages": messages})["messages"] == messages
+    assert _sent("https://api.openai.com/v1", {"messages": messages})["messages"] == messages
+
+
+@pytest.mark.parametrize("of_others", [None, "a", [1], [{}]])
+def test_messages_of_another_kind_of_request_are_its_own(of_others: Any) -> None:
+    """A completion may have a field of that name, as it may have any: no rule of chats reads it."""
+    body = {"prompt": "a", "messages": of_others}
+    for base_url in ("http://127.0.0.1/v1", "https://api.mistral.ai/v1"):
+        dialect = dialect_of("openai", base_url, "m")
+        assert said(dict(body), dialect, COMPLETION)["messages"] == of_others
+
+
+@pytest.mark.parametrize("content", ["Use tools.", [{"type": "text", "text": "Use tools."}]])
+def test_a_developer_who_begins_a_chat_is_of_its_one_system_message(content: Any) -> None:
+    """Templates of open models know neither the role nor a second message of the system; a later one keeps its place."""
+    begun = [{"role": "system", "content": "Be brief."}, {"role": "developer", "content": content}, _USER]
+    sent = _sent("http://127.0.0.1/v1", {"messages": [*begun, {"role": "developer", "content": "Now."}]})["messages"]
+    joined = (
+        "Be brief.\n\nUse tools." if isinstance(content, str) else [{"type": "text", "text": "Be brief."}, *content]
+    )
+    assert sent == [{"role": "system", "content": joined}, _USER, {"role": "system", "content": "Now."}]
+    plain = [{"role": "system", "content": "One."}, {"role": "system", "content": "Two."}, _USER]
+    assert _sent("http://127.0.0.1/v1", {"messages": plain})["messages"] == plain  # what the client said, as it said it
 
 
 def test_what_is_known_is_told_with_its_source() -> None:

@@ -1,16 +1,17 @@
 """Plays what servers send, one file of `providers/` for each, and reads what clients of three surfaces get.
 
-An answer has its `events` as a server sends them, or a `body` with its `type` and `coding`, and what it `says`: its text, thoughts
-and calls, its end in OpenAI's word (`native`: in Anthropic's, where OpenAI has none), its tokens (of the prompt, of these cached, of
-the completion), and whether it is kept. `api`: whose it is, if not OpenAI's. An error has a `status`, a `body` or `events`, and words
-that it `tells`; `next`: another deployment answers; `is_fault`: the request was at fault.
+An answer has its `events` as a server sends them, or a `body` with its `type` and `coding`, and what it `says`: its text, thoughts and
+calls, its end in OpenAI's word (`native`: in Anthropic's, where OpenAI has none), its tokens (of the prompt, of these cached, of the
+completion), and whether it is kept. The second turn needs no data: it has what the answer says, and the fields of reasoning that a chat's
+message had. `api`: whose it is, if not OpenAI's. An error has a `status`, a `body` or `events`, and words that it `tells`; `next`:
+another deployment answers; `is_fault`: the request was at fault.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ SURFACES = {
     "messages": ("/v1/messages", {"messages": [{"role": "user", "content": "good day"}], "max_tokens": 100}),
     "responses": ("/v1/responses", {"input": "good evening"}),
 }
+BACK = ("reasoning_content", "reasoning", "reasoning_text", "thinking", "reasoning_details", "thinking_blocks")
+"""Fields of an assistant's message by which servers want their reasoning back."""
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 _INCOMPLETE = {"length": "max_output_tokens"}
 
@@ -79,7 +82,7 @@ def told(surface: str, reply: Reply) -> dict[str, Any]:
 def expected(surface: str, says: dict[str, Any]) -> dict[str, Any]:
     """What it should read."""
     end = says["end"]
-    calls = [[name, *_inputs(text)] if surface == "messages" else [name, text] for name, text in says["calls"]]
+    calls = inputs_of(says["calls"]) if surface == "messages" else [[name, text] for name, text in says["calls"]]
     if surface == "messages":
         end = says.get("native") or ("tool_use" if calls and end == "stop" else _STOPS.get(end, end))
     elif surface == "responses":
@@ -87,6 +90,55 @@ def expected(surface: str, says: dict[str, Any]) -> dict[str, Any]:
         end = ["completed", None] if is_good else ["incomplete", _INCOMPLETE.get(end, end)]
     thought = "" if surface == "chat" else says["thought"]
     return {"text": says["text"], "thought": thought, "calls": calls, "end": end}
+
+
+def next_turn(surface: str, reply: Reply) -> dict[str, Any] | None:
+    """The body of the turn after a whole reply, which is sent back as it is; None where there is nothing to send."""
+    fields = SURFACES[surface][1]
+    name = "input" if surface == "responses" else "messages"
+    asked: Any = fields[name]
+    asked = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+    if surface == "messages":
+        content = reply.json["content"]
+        results = [_result(one["id"]) for one in content if one["type"] == "tool_use"]
+        said = [{"role": "assistant", "content": content}] if content else []
+        after = [{"role": "user", "content": results or "Go on."}]
+    elif surface == "chat":
+        message = reply.json["choices"][0]["message"]
+        calls = message.get("tool_calls") or []
+        said = [message] if message.get("content") or calls else []
+        after = [{"role": "tool", "tool_call_id": one["id"], "content": "Done."} for one in calls]
+    else:
+        said = reply.json["output"]
+        said = said if any(one["type"] != "reasoning" for one in said) else []  # what follows a thought carries it
+        calls = [one["call_id"] for one in said if one["type"] == "function_call"]
+        after = [{"type": "function_call_output", "call_id": one, "output": "Done."} for one in calls]
+    after = after or [{"role": "user", "content": "Go on."}]
+    return fields | {name: [*asked, *said, *after]} if said else None
+
+
+def _result(id: str) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": id, "content": "Done."}
+
+
+def sent_back(body: dict[str, Any]) -> list[Any]:
+    """What a server gets of its answer in the next turn: the text, the calls, and further fields of the message."""
+    said = [one for one in body["messages"] if one["role"] == "assistant"]
+    text, calls, further = "", list[Any](), dict[str, Any]()
+    for message in said:
+        content = message.get("content")
+        blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        text += "".join(one["text"] for one in blocks if one["type"] == "text")
+        calls += [[one["name"], one["input"]] for one in blocks if one["type"] == "tool_use"]
+        named = [one["function"] for one in message.get("tool_calls") or ()]
+        calls += inputs_of([one["name"], one["arguments"]] for one in named)
+        further |= {name: message[name] for name in BACK if name in message}
+    return [text, calls, further]
+
+
+def inputs_of(calls: Iterable[Any]) -> list[Any]:
+    """Calls with the objects that their arguments are."""
+    return [[name, *_inputs(text)] for name, text in calls]
 
 
 def _inputs(text: str) -> Iterator[Any]:

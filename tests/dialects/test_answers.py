@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from gateway.backends.anthropic.backend import AnthropicBackend
 from gateway.backends.openai.backend import OpenAIBackend
-from tests.dialects.player import SURFACES, cases, expected, playing, told
+from tests.dialects.player import BACK, SURFACES, cases, expected, inputs_of, next_turn, playing, sent_back, told
 from tests.services import RedisServer
 from tests.world import World, open_world
 
@@ -20,11 +21,12 @@ ANSWERS, ERRORS = dict(cases("answers")), dict(cases("errors"))
 async def test_an_answer_is_the_same_however_it_is_asked_for(
     redis_server: RedisServer, tmp_path: Path, name: str
 ) -> None:
-    """On each surface, streamed and whole, fresh and again: the text, the thoughts, the calls, the end; and it is kept, or not."""
+    """On each surface, streamed and whole, fresh, again, and in a second turn: text, thoughts, calls, end; it is kept, or not."""
     case = ANSWERS[name]
     for is_stream_first in (True, False):
         async with open_world(redis_server, tmp_path / str(is_stream_first)) as world, playing(case) as served:
             await world.connects("plain", served.url, AnthropicBackend if case.get("api") else OpenAIBackend)
+            own: dict[str, Any] = {}
             for surface, (path, fields) in SURFACES.items():
                 sent = len(served.requests)
                 for is_stream in (is_stream_first, not is_stream_first):
@@ -32,6 +34,14 @@ async def test_an_answer_is_the_same_however_it_is_asked_for(
                     assert (reply.status, told(surface, reply)) == (200, expected(surface, case["says"])), surface
                     await check(world, reply, case["says"])
                 assert len(served.requests) - sent == (1 if case["says"]["kept"] == "stored" else 2)
+                if surface == "chat" and is_stream_first:
+                    own = {name: value for name, value in reply.json["choices"][0]["message"].items() if name in BACK}
+                if is_stream_first and (body := next_turn(surface, reply)):
+                    await world.ask(path=path, **body)
+                    sent_body = json.loads(served.requests[-1][1].partition(b"\r\n\r\n")[2])
+                    assert sent_back(sent_body) == [case["says"]["text"], inputs_of(case["says"]["calls"]), own], (
+                        surface
+                    )
             await world.is_released()
 
 

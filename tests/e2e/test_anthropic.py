@@ -371,14 +371,30 @@ def test_a_whole_answer_of_its_api_is_kept_and_repeated_as_it_came(
     server.answer = {**message(blocks), **more, "context_management": edits, "later": [1]}
     asked: Any = {"max_tokens": 50, "messages": [{"role": "user", "content": f"Whole {next(_fresh)}"}]}
     for _ in range(2):
-        told = _post(behind, "/messages", {"model": "claude", **asked})
+        told = _post(behind, "/messages", {"model": "claude-test", **asked})
         assert told.text == json.dumps(server.answer)
-    with claude.beta.messages.stream(model="claude", **asked) as stream:
+    with claude.beta.messages.stream(model="claude-test", **asked) as stream:
         built = stream.get_final_message()
-    told_by_sdk = claude.beta.messages.create(model="claude", **asked)
+    told_by_sdk = claude.beta.messages.create(model="claude-test", **asked)
     plain = [one.model_dump(exclude={"content": {"__all__": {"parsed_output"}}}) for one in (built, told_by_sdk)]
     assert plain[0] == plain[1]
     assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize("version", ["", "-20270101"])
+@pytest.mark.parametrize("kind", ["claude", "either"])
+def test_a_message_names_the_model_that_was_asked_for(behind: Gateway, server: Server, kind: str, version: str) -> None:
+    """Claude Code sends thinking back of such a message alone; a model that the gateway did not ask for stays."""
+    server.answer = {**message(BLOCKS), "model": f"claude-test{version}"}
+    asked: Any = {"model": kind, "max_tokens": 50, "messages": [{"role": "user", "content": f"Who {next(_fresh)}"}]}
+    wholes = [_post(behind, "/messages", asked) for _ in range(2)]
+    streams = [_post(behind, "/messages", asked | {"stream": True}) for _ in range(2)]
+    told = [one.json() for one in wholes] + [_events(one)[0]["message"] for one in streams]
+    assert [one["model"] for one in told] == [kind] * 4
+    assert wholes[0].json() == server.answer | {"model": kind}
+    server.answer = {**message(BLOCKS), "model": "claude-of-another-name"}
+    asked["messages"] = [{"role": "user", "content": f"Name the colours of flag {next(_fresh)}"}]
+    assert _post(behind, "/messages", asked).json() == server.answer
 
 
 def test_a_thread_is_refused_so_that_the_sdk_sends_the_whole_conversation(claude: Anthropic, server: Server) -> None:
@@ -588,6 +604,7 @@ def test_a_chat_with_what_the_api_lacks_is_refused_by_name(chat: OpenAI, server:
         ({"presence_penalty": 1}, "presence_penalty"),
         ({"stop": "\n"}, "stop"),
         ({"reasoning_effort": ["low"]}, "reasoning_effort"),
+        ({"tools": [{"type": "web_search"}]}, "web_search"),  # in OpenAI's words, where the operator allows it
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             chat.chat.completions.create(

@@ -6,6 +6,7 @@ import json
 from base64 import b64encode
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from anthropic import AsyncAnthropic
@@ -75,3 +76,29 @@ async def test_only_the_teams_own_input_files_are_read(host: Host, upstream: Ups
         content = [{"role": "user", "content": [{"type": "file", "file": {"file_id": id}}]}]
         with pytest.raises(openai.BadRequestError, match=words):
             await host.client.chat.completions.create(model="mock", messages=content)
+
+
+async def test_anthropics_clients_have_files_in_their_own_shape(host: Host, upstream: Upstream) -> None:
+    """Uploaded without a purpose, named in a message, listed in pages both ways, read and deleted; errors are Anthropic's."""
+    async with AsyncAnthropic(base_url=host.url.removesuffix("/v1"), api_key=API_KEY, max_retries=0) as claude:
+        made = [await claude.beta.files.upload(file=(f"{name}.pdf", _PDF)) for name in "abc"]
+        assert [(one.type, one.mime_type, one.size_bytes) for one in made] == [("file", "application/pdf", 18)] * 3
+        part: Any = {"type": "document", "source": {"type": "file", "file_id": made[0].id}}
+        await claude.messages.create(model="mock", max_tokens=9, messages=[{"role": "user", "content": [part]}])
+        assert b64encode(_PDF).decode() in said(upstream)
+        ids = [one.id for one in made][::-1]
+        assert [one.id async for one in claude.beta.files.list(limit=1)] == ids
+        for place, told in (("before_id", (ids[1:2], True)), ("after_id", (ids[1:2], True)), ("page", ([], False))):
+            of = ids[0] if place == "after_id" else f"page_{ids[2]}" if place == "page" else ids[2]
+            page: Any = await claude.beta.files.list(
+                limit=1, extra_query={place: of}
+            )  # the first two: earlier versions'
+            assert ([one.id for one in page.data], page.has_more) == told
+        assert await claude.beta.files.retrieve_metadata(ids[0]) == made[2]
+        assert await (await claude.beta.files.download(ids[0])).read() == _PDF
+        assert (await claude.beta.files.delete(ids[0])).type == "file_deleted"
+        with pytest.raises(anthropic.NotFoundError) as refused:
+            await claude.beta.files.retrieve_metadata(ids[0])
+        assert refused.value.request_id
+        assert refused.value.body["error"]["type"] == "not_found_error"  # type: ignore[index, call-overload]
+    assert (await host.client.files.retrieve(ids[1])).purpose == "user_data"

@@ -64,6 +64,7 @@ def test_a_message_is_what_its_events_tell(claude: Anthropic, more: dict[str, An
         assert events.count("content_block_start") == events.count("content_block_stop") == len(told[-1].content)
     told.append(claude.messages.create(model="mock", max_tokens=500, messages=asked, **more))
     assert blocks(told[0]) == blocks(told[1]) == blocks(told[2])
+    assert {one.model for one in told} == {"mock"}
     assert told[0].usage == told[2].usage
     assert told[2].usage.output_tokens > 0
     assert told[2].stop_reason == ("tool_use" if more else "end_turn")

@@ -537,6 +537,8 @@ async def test_a_client_does_not_wait_past_its_deadline_for_an_engine(world: Wor
     ("model", "fields", "status", "code", "param"),
     [
         ("narrow", {"content": "long " * 200}, 400, "context_length_exceeded", "messages"),
+        ("simple", {"max_tokens": 1001}, 400, "integer_above_max_value", "max_tokens"),
+        ("simple", {"max_completion_tokens": 1001}, 400, "integer_above_max_value", "max_completion_tokens"),
         ("simple", {"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "unsupported_feature", "tools"),
         ("simple", {"response_format": {"type": "json_object"}}, 400, "unsupported_feature", "response_format"),
         ("nothing", {}, 404, "model_not_found", "model"),
@@ -551,6 +553,13 @@ async def test_why_no_deployment_may_answer(
     assert await world.ledger() == []
     record = await world.record(reply)
     assert (record.ended.status, record.ended.error, record.answer.deployment) == (status, code, "")
+
+
+async def test_a_response_is_told_of_its_own_length(world: World) -> None:
+    """Its field has another name than a chat's."""
+    asked = json.dumps({"model": "simple", "input": "hello", "max_output_tokens": 1001}).encode()
+    reply = await world.ask(path="/v1/responses", raw=asked)
+    assert (reply.error["code"], reply.error["param"]) == ("integer_above_max_value", "max_output_tokens")
 
 
 async def test_a_model_that_is_not_configured_is_no_label(world: World) -> None:

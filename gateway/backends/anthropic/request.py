@@ -277,6 +277,8 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if isinstance(tool.get("custom"), dict):
         raise unfit("`tools` of the type `custom` have no schema, which this model's API requires", "tools")
     if tool.get("type") != "function" or not isinstance(function, dict):
+        if not tool.get("name") and tool.get("type") != "mcp_toolset":
+            raise unfit(f"`tools` of the type `{tool.get('type')}` are not this API's: its own have a `name`", "tools")
         return tool
     fields = {
         "name": function.get("name"),

@@ -224,7 +224,7 @@ class OpenAIBackend:
             body["stream_options"] = {**(request.body.get("stream_options") or {}), "include_usage": True}
         if self._is_salted:
             body["cache_salt"] = _salt(request.salt, body.get("cache_salt"))
-        return said(body, request.dialect)
+        return said(body, request.dialect, request.kind)
 
     def _admit(self, request: BackendRequest) -> Exchange:
         """Build the exchange of a request, and count it as running. Raises BackendError."""
