@@ -40,6 +40,11 @@ _STORES_AWAITED_S = 0.25  # for an answer that is being stored
 OBSERVED = "observed"
 """The miss reason of a hit that is not served, as a verifier only observes."""
 _VERIFIED_S = 3_600.0  # after which the rule decides again about a prompt that it found to mean the same
+_DEGRADED = {
+    MissReason.TIMEOUT: ("cache_worker",),
+    MissReason.UNAVAILABLE: ("cache_worker",),
+    MissReason.INDEX: ("vector_engine",),
+}
 _WORDS_P = 0.998  # of a hit by the same words: as sure as the rule can be
 
 
@@ -182,14 +187,14 @@ class SemanticLookup:
         undecided = result if isinstance(result, Undecided) else None
         miss = result.miss if isinstance(result, Undecided) else result
         is_cut = miss.reason is MissReason.EMPTY and fingerprint.compat in self._cut
-        nearest, is_away = miss.nearest, miss.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE)
+        nearest = miss.nearest
         return SemanticResult(
             similarity=nearest.similarity if nearest is not None else None,
             error_max=bound.error_max,
             miss_reason=(MissReason.CUT if is_cut else miss.reason).value,
             nearest=nearest.text if nearest is not None and self._settings.log_prompts else "",
             trial=miss.trial,
-            degraded=("cache_worker",) if is_away else (),
+            degraded=_DEGRADED.get(miss.reason, ()),
             undecided=undecided,
         )
 

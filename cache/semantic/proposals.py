@@ -1,0 +1,338 @@
+"""What a vector engine proposes, copied into a worker's semantic cache, which decides as ever.
+
+A `ProposalFollower` copies rooms when they are asked for, instead of all entries at the start. Of a
+room it reads a random sample: all keys, where they are few, and then nothing asks the engine any
+more; of a larger room each lookup's nearest keys are copied too. The log keeps the copies equal to
+Redis, and what a copy holds of a key is read from its entry: of the engine's word only vectors are
+kept. Words are counted in samples alone, so that a lookup does not make the words around it seem
+common. Each record of the log is brought to the engine by one host's worker.
+
+Invariants: a decision about a room of which neither all keys nor the nearest could be read is a
+miss (EngineAway); a key whose entry is gone is not copied; verdicts of a partition are read before
+its first decision; the copies stay within `copied_max` keys, those not asked for longest go first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.events import EntriesDropped, EntryAdded, LogRecord
+from cache.exact.log import LogPosition
+from cache.fingerprint import DIGEST_BYTES, Partition
+from cache.query import Query
+from cache.redis_client import REDIS_FAILURES, Redis
+from cache.semantic.cache import SEARCHED, PromptAdded, SemanticCache
+from cache.semantic.engine import EngineAway, PlacedKey, Proposed, VectorEngine, room_id
+from cache.semantic.follower import BetweenLookups, Follower, FollowerProgress
+
+ROOM_KEYS = 1_000
+"""Keys of a room that are read at first."""
+COPIED_MAX = 100_000
+
+_LAST = b"\xff" * DIGEST_BYTES
+_EXTRAS = 4  # keys of a room, in samples: a whole one may be too large by then
+_READ_FOR_S = 300.0  # after which a copied room is read anew: what the engine got late is in it then
+_RECENT_S, _RECENT_MAX = 10.0, 5_000  # keys that came in no room here, and may not be in the engine yet
+_PAUSE_S = 1.0  # after a failure
+_ASSIGNED, _IDLE_S = 64, 0.2  # records at a time, and the pause where there are none
+_PLACED, _PLACED_CHARS = 8, 2_000  # keys that a lookup may have to wait for
+_FILLED = room_id(b"filled")  # has a key for the Redis data that are in the engine
+_FILLED_LOOK_S = 30.0
+_FOREVER_S = 10 * 365 * 86_400.0
+
+
+@dataclass(slots=True)
+class _CopiedRoom:
+    """What is here of a room. `bound` is the last key of its sample; `keys` are those that were copied,
+    the sample's first.
+    """
+
+    partition: Partition
+    namespace: bytes
+    bound: bytes = b""
+    share: float = 0.0
+    read_at: float = float("-inf")
+    keys: dict[bytes, None] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.bound == _LAST
+
+
+class ProposalFollower(Follower):
+    """A follower whose cache has what `engine` proposes. `timeout_s` bounds what one lookup waits for
+    it, `encoding` embeds prompts, `monotonic` gives seconds. See `Follower` for the rest.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        cache: SemanticCache,
+        thread: ThreadPoolExecutor,
+        embedder_key: bytes,
+        size_bytes_max: int = 256 << 20,
+        listening: Redis | None = None,
+        *,
+        engine: VectorEngine,
+        encoding: ThreadPoolExecutor,
+        timeout_s: float = 0.25,
+        room_keys: int = ROOM_KEYS,
+        copied_max: int = COPIED_MAX,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(redis, cache, thread, embedder_key, size_bytes_max, listening)
+        self.away = ""  # why the engine was not asked, or did not answer last
+        self._engine = engine
+        self._encoding = encoding
+        self._timeout_s = timeout_s
+        self._room_keys = room_keys
+        self._copied_max = copied_max
+        self._monotonic = monotonic
+        self._rooms: OrderedDict[bytes, _CopiedRoom] = OrderedDict()
+        self._reads: dict[bytes, asyncio.Task[None]] = {}
+        self._recent: deque[tuple[float, bytes, frozenset[bytes]]] = deque(maxlen=_RECENT_MAX)
+        self._pauses_until = 0.0
+        self._name = uuid.uuid4().hex
+        self._looked_filled_at = float("-inf")
+        self._is_open = False
+        self._assigned: list[tuple[bytes, LogRecord | None]] = []  # that the engine does not have yet
+
+    # --- for a lookup
+
+    def has_all(self, query: Query) -> bool:
+        """Whether a lookup needs nothing from the engine or from Redis."""
+        names = self._cache.rooms_of(query)
+        rooms = [room for name in names if (room := self._rooms.get(name)) is not None]
+        for name in names:
+            if name in self._rooms:
+                self._rooms.move_to_end(name)
+        is_known = query.partition in self._read_to and len(rooms) == len(names)
+        return is_known and all(room.is_whole and self._is_fresh(room) for room in rooms)
+
+    async def bring(self, query: Query) -> None:
+        """Copy what a lookup of the query needs. Raises EngineAway."""
+        if self._monotonic() < self._pauses_until or not (self._is_open and self.is_following):
+            raise EngineAway(self.away or self.failure or "not asked yet")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._bring(query)
+        except (EngineAway, *REDIS_FAILURES) as error:
+            self._pauses_until = self._monotonic() + _PAUSE_S
+            self.away = f"{error}" or f"no answer within {self._timeout_s:g} s"
+            raise EngineAway(self.away) from None
+        self.away = ""
+
+    async def _bring(self, query: Query) -> None:
+        if query.partition not in self._read_to:
+            async with self._lock:
+                if query.partition not in self._read_to:
+                    await self._fold(self._take([await self._new_verdicts(query.partition)]))
+        names = self._cache.rooms_of(query)
+        await asyncio.gather(*(self._reading(name, query) for name in names))
+        rooms = [(name, room) for name in names if (room := self._rooms.get(name)) is not None]
+        if len(rooms) < len(names):
+            raise EngineAway(f"more than {self._copied_max} keys are asked for at once")
+        if all(room.is_whole for _, room in rooms):
+            return
+        loop = asyncio.get_running_loop()
+        vector = await loop.run_in_executor(self._encoding, self._cache.vector_of, query)
+        if vector is not None:
+            await asyncio.gather(*(self._propose(name, room, vector) for name, room in rooms if not room.is_whole))
+
+    async def _propose(self, name: bytes, room: _CopiedRoom, vector: NDArray[np.float32]) -> None:
+        size = int(self._room_keys / room.share)
+        await self._copy(room, await self._engine.nearest(room_id(name), vector, SEARCHED, size))
+
+    def _is_fresh(self, room: _CopiedRoom) -> bool:
+        """Whether a room need not be read. While the engine is away the log alone has to do."""
+        age_s = self._monotonic() - room.read_at
+        return age_s < _READ_FOR_S or (bool(self.away) and room.is_whole)
+
+    async def _reading(self, name: bytes, query: Query) -> None:
+        """Read a room, once for all who ask for it."""
+        room = self._rooms.get(name)
+        if room is not None and self._is_fresh(room):
+            return
+        reading = self._reads.get(name)
+        if reading is None:
+            if room is None:  # what the log has from now on is copied
+                room = self._rooms[name] = _CopiedRoom(query.partition, query.namespace)
+            reading = self._reads[name] = asyncio.create_task(self._read(name, room))
+            reading.add_done_callback(partial(self._end_reading, name))
+        await asyncio.shield(reading)
+
+    def _end_reading(self, name: bytes, reading: asyncio.Task[None]) -> None:
+        del self._reads[name]
+        if not reading.cancelled():
+            reading.exception()  # who waited has it
+
+    async def _read(self, name: bytes, room: _CopiedRoom) -> None:
+        sample = await self._engine.sample(room_id(name), self._room_keys)
+        is_whole = len(sample) < self._room_keys
+        room.bound = _LAST if is_whole else max(sample)
+        room.share = 1.0 if is_whole else max(1, int.from_bytes(room.bound, "big")) / (1 << 8 * DIGEST_BYTES)
+        self._cache.shares[room.namespace] = room.share
+        late = self._monotonic() - _RECENT_S
+        recent = {exact: b"" for at, exact, names in self._recent if name in names and at > late}
+        before, room.keys = room.keys, {}
+        await self._copy(room, {**recent, **sample})
+        more = [exact for exact in before if exact not in room.keys]
+        room.keys |= dict.fromkeys(more[-self._room_keys :])
+        await self._forget(room, more[: -self._room_keys])
+        room.read_at = self._monotonic()
+        await self._shrink()
+
+    # decision: engine-proposes
+    async def _copy(self, room: _CopiedRoom, proposed: Proposed) -> None:
+        """Take in the keys that are not here, with what their entries say. The engine is told of those
+        that have none.
+        """
+        async with self._lock:
+            exacts = [exact for exact in sorted(proposed) if not self._cache.has(room.partition, exact)]
+            added = (
+                await self._added(room.partition, exacts, [proposed[exact] or None for exact in exacts])
+                if exacts
+                else []
+            )
+            await self._fold([replace(key, is_counted=key.exact <= room.bound) for key in added])
+            self._sketched.setdefault(room.partition, {}).update((key.exact, None) for key in added)
+        gone = set(exacts).difference(key.exact for key in added)
+        self._note(room, (exact for exact in sorted(proposed) if exact not in gone))
+        if gone:
+            await self._engine.drop(room.partition, sorted(gone))
+
+    def _note(self, room: _CopiedRoom, exacts: Iterable[bytes]) -> None:
+        """These keys of a room are here now. Where they are many it is read anew, which lets go of some."""
+        room.keys |= dict.fromkeys(exacts)
+        if len(room.keys) > _EXTRAS * self._room_keys:
+            room.read_at = float("-inf")
+
+    async def _shrink(self) -> None:
+        """Let go of the rooms that were not asked for longest."""
+        while len(self._cache) > self._copied_max and len(self._rooms) > 1:
+            _, room = self._rooms.popitem(last=False)
+            self._cache.shares.pop(room.namespace, None)
+            await self._forget(room, room.keys)
+
+    async def _forget(self, room: _CopiedRoom, exacts: Iterable[bytes]) -> None:
+        """Drop copies, but those that another room here has."""
+        gone = [
+            exact for exact in exacts if self._rooms.keys().isdisjoint(self._cache.rooms_with(room.partition, exact))
+        ]
+        await self._fold([EntriesDropped(room.partition, tuple(gone))])
+
+    # --- the log
+
+    async def _rebuild(self) -> LogPosition:
+        """Nothing is read at the start: rooms are, when they are asked for."""
+        end = await self._store.log.end(uuid.uuid4().bytes)
+        self._rooms.clear()
+        self._read_to.clear()
+        self._sketched.clear()
+        await self._run(self._cache.forget_verdicts)
+        await self._run(lambda: self._cache.retain(set()))
+        return end
+
+    def _to_read(self, announced: Iterable[Partition], came: Iterable[Partition]) -> dict[Partition, None]:
+        return dict.fromkeys(partition for partition in announced if partition in self._read_to)
+
+    async def _vectors(self, partition: Partition, exacts: Sequence[bytes]) -> Sequence[bytes | None]:
+        return [None] * len(exacts)
+
+    def _wanted(self, added: Sequence[PromptAdded]) -> Sequence[PromptAdded]:
+        wanted = []
+        for key in added:
+            names = self._cache.rooms_of(key)
+            rooms = [self._rooms[name] for name in names if name in self._rooms]
+            for room in rooms:
+                self._note(room, (key.exact,))
+            if rooms:
+                wanted.append(replace(key, is_counted=any(key.exact <= room.bound for room in rooms)))
+            else:
+                self._recent.append((self._monotonic(), key.exact, frozenset(names)))
+        return wanted
+
+    async def _save_vectors(self) -> None:
+        """What asks in a long message may change with what comes beside it: its vector is placed anew. A
+        short one is placed by the worker that was given its record.
+        """
+        changed = [one for one in await self._run(self._cache.take_unsaved) if len(one.vector) > 2 * self._cache.dims]
+        if changed and self._is_open and not self.away:
+            try:
+                await self._engine.put(changed)
+            except EngineAway as error:
+                self.away = str(error)
+
+    # --- the engine
+
+    async def index(self, between_lookups: BetweenLookups) -> None:
+        """For ever: bring to the engine what the log gives this worker. Raises EngineUnfit."""
+        while True:
+            is_more = False
+            try:
+                if not self._is_open:
+                    await self._engine.open()
+                    self._is_open, self.away = True, ""
+                is_more = await self._index_assigned(between_lookups)
+                if self._monotonic() - self._looked_filled_at > _FILLED_LOOK_S:
+                    await self._fill_if_empty(between_lookups)
+                    self._looked_filled_at = self._monotonic()
+            except EngineAway as error:
+                # it may have lost its index, too
+                self._is_open, self.away, self._pauses_until = False, str(error), self._monotonic() + _PAUSE_S
+            except REDIS_FAILURES as error:
+                self._fail(error)
+            if not is_more:
+                await asyncio.sleep(_PAUSE_S if self.away else _IDLE_S)
+
+    async def _index_assigned(self, between_lookups: BetweenLookups) -> bool:
+        """Whether there may be more. A record counts as done once the engine has it."""
+        assigned = self._assigned = self._assigned or await self._store.log.assigned(self._name, _ASSIGNED)
+        came: dict[Partition, list[bytes]] = {}
+        for _, record in assigned:
+            if isinstance(record, EntriesDropped):
+                await self._engine.drop(record.partition, record.exacts)
+            elif isinstance(record, EntryAdded):
+                came.setdefault(record.partition, []).append(record.exact)
+        for partition, exacts in came.items():
+            await self._place(await self._added(partition, list(dict.fromkeys(exacts))), between_lookups)
+        await self._store.log.end_assigned([id for id, _ in assigned])
+        self._assigned = []
+        return len(assigned) == _ASSIGNED
+
+    async def _place(self, added: Sequence[PromptAdded], between_lookups: BetweenLookups) -> None:
+        placed: list[PlacedKey] = []
+        for start in range(0, len(added), _PLACED):
+            placed += await between_lookups(partial(self._cache.placed, added[start : start + _PLACED]))
+        if placed:
+            await self._engine.put(placed)
+
+    async def _fill_if_empty(self, between_lookups: BetweenLookups) -> None:
+        """Bring all entries to an engine that never had them, or has lost them."""
+        data = (await self._store.log.end(uuid.uuid4().bytes)).epoch
+        if data in await self._engine.sample(_FILLED, ROOM_KEYS) or not await self._store.log.may_fill(self._name):
+            return
+        sizes = await self._store.sizes()
+        self.progress = FollowerProgress(total=sum(size.entries for size in sizes))
+        for partition in (size.partition for size in sizes):
+            async for batch in self._store.scan(partition):
+                exacts = [one.exact for one in batch]
+                vectors = await super()._vectors(partition, exacts)
+                await self._place(await self._added(partition, exacts, vectors), between_lookups)
+                self.progress.done += len(batch)
+                await self._index_assigned(between_lookups)
+                if not await self._store.log.may_fill(self._name):
+                    return
+        vector = np.full(self._cache.dims, self._cache.dims**-0.5, dtype="<f2").tobytes()
+        await self._engine.put([PlacedKey(Partition(_FILLED), data, (_FILLED,), time.time() + _FOREVER_S, vector)])
+        await self._store.log.end_filling()
