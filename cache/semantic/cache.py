@@ -257,12 +257,8 @@ class SemanticCache:
         count = _ROOMS if isinstance(asking, Query) else ANCHORS
         return [] if prompt is None else _rooms(asking.partition + asking.compat, prompt, count)
 
-    def has(self, partition: Partition, exact: bytes) -> bool:
-        """Whether a key is here. Safe beside the thread that uses the cache."""
-        return (partition, exact) in self._by_entry
-
     def rooms_with(self, partition: Partition, exact: bytes) -> tuple[bytes, ...]:
-        """The rooms of a key that is here. Safe beside the thread that uses the cache."""
+        """The rooms of a key that is here, else none. Safe beside the thread that uses the cache."""
         key = self._keys.get(self._by_entry.get((partition, exact), -1))
         return () if key is None else key.rooms
 
@@ -281,7 +277,9 @@ class SemanticCache:
         for record in records:
             key = self._key_of(record)
             if key is not None and key.prompt.last:
-                key.asking = self._asking(key.prompt, key.rooms, known=int(self.has(key.partition, key.exact)))
+                key.asking = self._asking(
+                    key.prompt, key.rooms, known=int((key.partition, key.exact) in self._by_entry)
+                )
                 key.text = pieces.text_of(key.asking)
             if key is not None and key.text:
                 known = self._stored_vector(key, record.vector)

@@ -17,14 +17,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cache.events import EntriesDropped, EntryAdded, LogRecord
 from cache.exact.log import LogPosition
@@ -59,14 +58,19 @@ class _CopiedRoom:
 
     partition: Partition
     namespace: bytes
-    bound: bytes = b""
-    share: float = 0.0
+    bound: bytes = _LAST
     read_at: float = float("-inf")
+    asked_at: float = 0.0
     keys: dict[bytes, None] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
         return self.bound == _LAST
+
+    @property
+    def share(self) -> float:
+        """Of the room's keys, the share of the sample: digests are spread evenly."""
+        return (int.from_bytes(self.bound, "big") + 1) / (1 << 8 * DIGEST_BYTES)
 
 
 class ProposalFollower(Follower):
@@ -91,14 +95,15 @@ class ProposalFollower(Follower):
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(redis, cache, thread, embedder_key, size_bytes_max, listening)
-        self.away = ""  # why the engine was not asked, or did not answer last
+        self.away = ""  # why the engine did not answer the last lookup
+        self._refused = ""  # why it did not take the last write
         self._engine = engine
         self._encoding = encoding
         self._timeout_s = timeout_s
         self._room_keys = room_keys
         self._copied_max = copied_max
         self._monotonic = monotonic
-        self._rooms: OrderedDict[bytes, _CopiedRoom] = OrderedDict()
+        self._rooms: dict[bytes, _CopiedRoom] = {}
         self._reads: dict[bytes, asyncio.Task[None]] = {}
         self._recent: deque[tuple[float, bytes, frozenset[bytes]]] = deque(maxlen=_RECENT_MAX)
         self._pauses_until = 0.0
@@ -107,22 +112,25 @@ class ProposalFollower(Follower):
         self._is_open = False
         self._assigned: list[tuple[bytes, LogRecord | None]] = []  # that the engine does not have yet
 
+    @property
+    def trouble(self) -> str:
+        """What the engine fails at; empty while it does not."""
+        return self.away or self._refused
+
     # --- for a lookup
 
     def has_all(self, query: Query) -> bool:
         """Whether a lookup needs nothing from the engine or from Redis."""
-        names = self._cache.rooms_of(query)
-        rooms = [room for name in names if (room := self._rooms.get(name)) is not None]
-        for name in names:
-            if name in self._rooms:
-                self._rooms.move_to_end(name)
-        is_known = query.partition in self._read_to and len(rooms) == len(names)
-        return is_known and all(room.is_whole and self._is_fresh(room) for room in rooms)
+        rooms = [self._rooms.get(name) for name in self._cache.rooms_of(query)]
+        for room in filter(None, rooms):
+            room.asked_at = self._monotonic()
+        is_known = query.partition in self._read_to
+        return is_known and all(room is not None and room.is_whole and self._is_fresh(room) for room in rooms)
 
     async def bring(self, query: Query) -> None:
         """Copy what a lookup of the query needs. Raises EngineAway."""
         if self._monotonic() < self._pauses_until or not (self._is_open and self.is_following):
-            raise EngineAway(self.away or self.failure or "not asked yet")
+            raise EngineAway(self.trouble or self.failure or "it was not asked yet")
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._bring(query)
@@ -139,24 +147,23 @@ class ProposalFollower(Follower):
                     await self._fold(self._take([await self._new_verdicts(query.partition)]))
         names = self._cache.rooms_of(query)
         await asyncio.gather(*(self._reading(name, query) for name in names))
-        rooms = [(name, room) for name in names if (room := self._rooms.get(name)) is not None]
-        if len(rooms) < len(names):
+        if not self._rooms.keys() >= set(names):
             raise EngineAway(f"more than {self._copied_max} keys are asked for at once")
-        if all(room.is_whole for _, room in rooms):
+        large = [name for name in names if not self._rooms[name].is_whole]
+        if not large:
             return
-        loop = asyncio.get_running_loop()
-        vector = await loop.run_in_executor(self._encoding, self._cache.vector_of, query)
-        if vector is not None:
-            await asyncio.gather(*(self._propose(name, room, vector) for name, room in rooms if not room.is_whole))
-
-    async def _propose(self, name: bytes, room: _CopiedRoom, vector: NDArray[np.float32]) -> None:
-        size = int(self._room_keys / room.share)
-        await self._copy(room, await self._engine.nearest(room_id(name), vector, SEARCHED, size))
+        vector = await asyncio.get_running_loop().run_in_executor(self._encoding, self._cache.vector_of, query)
+        if vector is None:
+            return
+        for name in large:
+            room = self._rooms[name]
+            size = int(self._room_keys / room.share)
+            await self._copy(room, await self._engine.nearest(room_id(name), vector, SEARCHED, size), room.bound)
 
     def _is_fresh(self, room: _CopiedRoom) -> bool:
         """Whether a room need not be read. While the engine is away the log alone has to do."""
         age_s = self._monotonic() - room.read_at
-        return age_s < _READ_FOR_S or (bool(self.away) and room.is_whole)
+        return age_s < _READ_FOR_S or (bool(self.away) and room.is_whole and age_s < float("inf"))
 
     async def _reading(self, name: bytes, query: Query) -> None:
         """Read a room, once for all who ask for it."""
@@ -166,7 +173,7 @@ class ProposalFollower(Follower):
         reading = self._reads.get(name)
         if reading is None:
             if room is None:  # what the log has from now on is copied
-                room = self._rooms[name] = _CopiedRoom(query.partition, query.namespace)
+                room = self._rooms[name] = _CopiedRoom(query.partition, query.namespace, asked_at=self._monotonic())
             reading = self._reads[name] = asyncio.create_task(self._read(name, room))
             reading.add_done_callback(partial(self._end_reading, name))
         await asyncio.shield(reading)
@@ -178,33 +185,30 @@ class ProposalFollower(Follower):
 
     async def _read(self, name: bytes, room: _CopiedRoom) -> None:
         sample = await self._engine.sample(room_id(name), self._room_keys)
-        is_whole = len(sample) < self._room_keys
-        room.bound = _LAST if is_whole else max(sample)
-        room.share = 1.0 if is_whole else max(1, int.from_bytes(room.bound, "big")) / (1 << 8 * DIGEST_BYTES)
-        self._cache.shares[room.namespace] = room.share
+        bound = _LAST if len(sample) < self._room_keys else max(sample)
         late = self._monotonic() - _RECENT_S
         recent = {exact: b"" for at, exact, names in self._recent if name in names and at > late}
-        before, room.keys = room.keys, {}
-        await self._copy(room, {**recent, **sample})
-        more = [exact for exact in before if exact not in room.keys]
-        room.keys |= dict.fromkeys(more[-self._room_keys :])
-        await self._forget(room, more[: -self._room_keys])
-        room.read_at = self._monotonic()
-        await self._shrink()
+        await self._copy(room, {**recent, **sample}, bound)
+        more = [exact for exact in room.keys if exact not in sample]
+        await self._forget(name, room, more[: -self._room_keys])
+        room.bound, room.read_at = bound, self._monotonic()
+        self._cache.shares[room.namespace] = room.share
+        while len(self._cache) > self._copied_max and len(self._rooms) > 1:
+            name = min(self._rooms, key=lambda name: self._rooms[name].asked_at)
+            room = self._rooms.pop(name)
+            self._cache.shares.pop(room.namespace, None)
+            await self._forget(name, room, list(room.keys))
 
     # decision: engine-proposes
-    async def _copy(self, room: _CopiedRoom, proposed: Proposed) -> None:
+    async def _copy(self, room: _CopiedRoom, proposed: Proposed, bound: bytes) -> None:
         """Take in the keys that are not here, with what their entries say. The engine is told of those
         that have none.
         """
         async with self._lock:
-            exacts = [exact for exact in sorted(proposed) if not self._cache.has(room.partition, exact)]
-            added = (
-                await self._added(room.partition, exacts, [proposed[exact] or None for exact in exacts])
-                if exacts
-                else []
-            )
-            await self._fold([replace(key, is_counted=key.exact <= room.bound) for key in added])
+            exacts = [exact for exact in sorted(proposed) if not self._cache.rooms_with(room.partition, exact)]
+            vectors = [proposed[exact] or None for exact in exacts]
+            added = await self._added(room.partition, exacts, vectors) if exacts else []
+            await self._fold([replace(key, is_counted=key.exact <= bound) for key in added])
             self._sketched.setdefault(room.partition, {}).update((key.exact, None) for key in added)
         gone = set(exacts).difference(key.exact for key in added)
         self._note(room, (exact for exact in sorted(proposed) if exact not in gone))
@@ -217,19 +221,12 @@ class ProposalFollower(Follower):
         if len(room.keys) > _EXTRAS * self._room_keys:
             room.read_at = float("-inf")
 
-    async def _shrink(self) -> None:
-        """Let go of the rooms that were not asked for longest."""
-        while len(self._cache) > self._copied_max and len(self._rooms) > 1:
-            _, room = self._rooms.popitem(last=False)
-            self._cache.shares.pop(room.namespace, None)
-            await self._forget(room, room.keys)
-
-    async def _forget(self, room: _CopiedRoom, exacts: Iterable[bytes]) -> None:
-        """Drop copies, but those that another room here has."""
-        gone = [
-            exact for exact in exacts if self._rooms.keys().isdisjoint(self._cache.rooms_with(room.partition, exact))
-        ]
-        await self._fold([EntriesDropped(room.partition, tuple(gone))])
+    async def _forget(self, name: bytes, room: _CopiedRoom, exacts: Sequence[bytes]) -> None:
+        """Let go of copies, but those that another room here has."""
+        others = self._rooms.keys() - {name}
+        gone = tuple(one for one in exacts if others.isdisjoint(self._cache.rooms_with(room.partition, one)))
+        room.keys = {exact: None for exact in room.keys if exact not in set(exacts)}
+        await self._fold([EntriesDropped(room.partition, gone)])
 
     # --- the log
 
@@ -267,11 +264,11 @@ class ProposalFollower(Follower):
         short one is placed by the worker that was given its record.
         """
         changed = [one for one in await self._run(self._cache.take_unsaved) if len(one.vector) > 2 * self._cache.dims]
-        if changed and self._is_open and not self.away:
+        if changed and self._is_open and not self.trouble:
             try:
                 await self._engine.put(changed)
             except EngineAway as error:
-                self.away = str(error)
+                self._refused = str(error)
 
     # --- the engine
 
@@ -280,20 +277,20 @@ class ProposalFollower(Follower):
         while True:
             is_more = False
             try:
-                if not self._is_open:
+                if self._refused or not self._is_open:  # it may have lost its index, too
                     await self._engine.open()
-                    self._is_open, self.away = True, ""
+                    self._is_open = True
                 is_more = await self._index_assigned(between_lookups)
                 if self._monotonic() - self._looked_filled_at > _FILLED_LOOK_S:
                     await self._fill_if_empty(between_lookups)
                     self._looked_filled_at = self._monotonic()
+                self._refused = ""
             except EngineAway as error:
-                # it may have lost its index, too
-                self._is_open, self.away, self._pauses_until = False, str(error), self._monotonic() + _PAUSE_S
+                self._refused = str(error)
             except REDIS_FAILURES as error:
                 self._fail(error)
             if not is_more:
-                await asyncio.sleep(_PAUSE_S if self.away else _IDLE_S)
+                await asyncio.sleep(_PAUSE_S if self._refused else _IDLE_S)
 
     async def _index_assigned(self, between_lookups: BetweenLookups) -> bool:
         """Whether there may be more. A record counts as done once the engine has it."""

@@ -1,15 +1,14 @@
-"""Redis' query engine as a vector engine: Redis 8, Redis Stack 7.4, or Valkey with valkey-search.
+"""Redis' query engine as a vector engine: Redis 8, Redis Stack 7.4, or Valkey with valkey-search 1.3.
 
-    sameway:index:{K}-T:P-E   hash   r: rooms in hex, with commas; s: the first 48 bits of E;
-                                     v: vector; c: in hex, the digest of what was embedded
-    sameway:index:{K}-T       index  of these hashes: r and c tags, s a number, v a graph (HNSW)
+    sameway:index:{K}:P-E   hash   r: rooms in hex, with commas; s: the first 48 bits of E;
+                                   v: vector; c: in hex, the digest of what was embedded
+    sameway:index:{K}       index  of these hashes: r and c tags, s a number, v a graph (HNSW)
 
-K is the embedder's key, T the numbers' type, P the partition and E `exact`, all in hex. A hash
-expires with its entry. Which parts a server has is asked by using them once. Servers without
-FLOAT16 (valkey-search before 1.3) get FLOAT32, and twice the memory. Sources:
+K is the embedder's key, P the partition and E `exact`, in hex. A hash expires with its entry. Which
+parts a server has is asked by using them once. Sources:
 https://redis.io/docs/latest/commands/ft.search/, https://valkey.io/commands/ft.search/ and its
-https://valkey.io/topics/search-query. Knows no prompts. Invariant: a search names one room, and
-finds keys of that room alone.
+https://valkey.io/topics/search-query (FLOAT16: the notes of release 1.3.0). Knows no prompts.
+Invariant: a search names one room, and finds keys of that room alone.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from cache.redis_client import REDIS_FAILURES
 from cache.redis_link import RedisLink
 from cache.semantic.engine import EngineAway, EngineUnfit, PlacedKey, Proposed
 
-_TYPES = {"FLOAT16": "<f2", "FLOAT32": "<f4"}
 _GRAPH = ("M", 16, "EF_CONSTRUCTION", 128)
 _EF = 160  # keys of the graph that a search looks at
+_BATCHES_FROM = 5_000  # keys of a room
 _READS = 5
 _AT_ONCE = 64  # keys in one write: a search waits for no more
 # refusals that pass; any other says what the server cannot do
 _FOR_NOW = re.compile("OOM|READONLY|LOADING|Redis is loading|MASTERDOWN|BUSY|MISCONF|NOREPLICAS|NOAUTH|WRONGPASS")
-_NEEDED = "cache.index_url needs Redis 8, Redis Stack 7.4, or Valkey with valkey-search"
+_NEEDED = "cache.index_url needs Redis 8, Redis Stack 7.4, or Valkey with valkey-search 1.3"
 
 
 class RedisEngine:
@@ -44,31 +43,25 @@ class RedisEngine:
     def __init__(self, url: str, dims: int, embedder_key: bytes, timeout_s: float) -> None:
         self._redis = RedisLink(url, timeout_s)
         self._dims = dims
-        self._key = embedder_key.hex()
-        self._name, self._type = "", "<f2"
+        self._policy = ""
+        # one hash tag: an index and its keys are of one node
+        self._name = f"sameway:index:{{{embedder_key.hex()}}}"
 
     async def open(self) -> None:
-        refusals = []
-        for name, self._type in _TYPES.items():
-            # one hash tag: in a cluster one node has the index, and this process asks that alone
-            self._name = f"sameway:index:{{{self._key}}}-{name.lower()}"
-            graph = ("HNSW", 10, "TYPE", name, "DIM", self._dims, "DISTANCE_METRIC", "IP", *_GRAPH)
-            fields = ("SCHEMA", "r", "TAG", "c", "TAG", "s", "NUMERIC", "SORTABLE", "v", "VECTOR", *graph)
-            refusal = await self._try("FT.CREATE", self._name, "ON", "HASH", "PREFIX", 1, f"{self._name}:", *fields)
-            if not refusal or "already exists" in refusal.lower():
-                break
-            if "unknown command" in refusal.lower():
-                raise EngineUnfit(f"the server has no FT.CREATE; {_NEEDED}")
-            refusals.append(f"{name}: {refusal}")
-        else:
-            raise EngineUnfit(f"FT.CREATE makes no index of vectors ({'; '.join(refusals)}); {_NEEDED}")
         room, vector = bytes(DIGEST_BYTES), np.zeros(self._dims, dtype=np.float32)
+        graph = ("HNSW", 10, "TYPE", "FLOAT16", "DIM", self._dims, "DISTANCE_METRIC", "IP", *_GRAPH)
+        fields = ("SCHEMA", "r", "TAG", "c", "TAG", "s", "NUMERIC", "SORTABLE", "v", "VECTOR", *graph)
+        # Redis' own choice reads rooms of tens of thousands one by one; Valkey has none to make
+        batches = self._nearest(room, vector, 1, "HYBRID_POLICY BATCHES ")
         for part, command in (
-            ("a search of the nearest keys with one tag", self._nearest(room, vector, 1)),
-            ("a search by tag alone, sorted by a number", self._sample(room, 1)),
+            ("FT.CREATE with FLOAT16", ("FT.CREATE", self._name, "ON", "HASH", "PREFIX", 1, f"{self._name}:", *fields)),
+            ("FT.SEARCH of the nearest keys with a tag", self._nearest(room, vector, 1)),
+            ("FT.SEARCH by tag alone, sorted by a number", self._sample(room, 1)),
         ):
-            if refusal := await self._try(*command):
-                raise EngineUnfit(f"FT.SEARCH has not {part} ({refusal}); {_NEEDED}")
+            refusal = await self._try(*command)
+            if refusal and "already exists" not in refusal.lower():
+                raise EngineUnfit(f"the server has no {part} ({refusal}); {_NEEDED}")
+        self._policy = "" if await self._try(*batches) else "HYBRID_POLICY BATCHES "
 
     async def _try(self, *command: Any) -> str:
         """The server's refusal of a command; empty where it has it. Raises EngineAway."""
@@ -87,8 +80,7 @@ class RedisEngine:
             commands: list[tuple[Any, ...]] = []
             for key in keys[start : start + _AT_ONCE]:
                 name = self._key_of(key.partition, key.exact)
-                numbers = np.frombuffer(key.vector, "<f2", self._dims).astype(self._type).tobytes()
-                check = key.vector[2 * self._dims :].hex()
+                numbers, check = key.vector[: 2 * self._dims], key.vector[2 * self._dims :].hex()
                 rooms = ",".join(room.hex() for room in key.rooms)
                 fields = ("r", rooms, "s", int.from_bytes(key.exact[:6], "big"), "v", numbers, "c", check)
                 commands.append(("HSET", name, *(fields if check else fields[:-2])))
@@ -109,7 +101,8 @@ class RedisEngine:
         raise EngineAway("keys expire faster than they can be read")
 
     async def nearest(self, room: bytes, vector: NDArray[np.float32], count: int, size: int) -> Proposed:
-        return self._read(*await self._send(self._nearest(room, vector, count)))
+        policy = self._policy if size > _BATCHES_FROM else ""
+        return self._read(*await self._send(self._nearest(room, vector, count, policy)))
 
     async def aclose(self) -> None:
         await self._redis.aclose()
@@ -117,9 +110,9 @@ class RedisEngine:
     def _sample(self, room: bytes, count: int) -> tuple[Any, ...]:
         return ("FT.SEARCH", self._name, _filter(room), "SORTBY", "s", "ASC", *_fields(count))
 
-    def _nearest(self, room: bytes, vector: NDArray[np.float32], count: int) -> tuple[Any, ...]:
-        asked = f"{_filter(room)}=>[KNN {count} @v $q EF_RUNTIME {_EF}]"
-        return ("FT.SEARCH", self._name, asked, "PARAMS", 2, "q", vector.astype(self._type).tobytes(), *_fields(count))
+    def _nearest(self, room: bytes, vector: NDArray[np.float32], count: int, policy: str = "") -> tuple[Any, ...]:
+        asked = f"{_filter(room)}=>[KNN {count} @v $q {policy}EF_RUNTIME {_EF}]"
+        return ("FT.SEARCH", self._name, asked, "PARAMS", 2, "q", vector.astype("<f2").tobytes(), *_fields(count))
 
     async def _send(self, *commands: tuple[Any, ...]) -> list[Any]:
         """The replies to commands, in one round trip."""
@@ -141,14 +134,11 @@ class RedisEngine:
                 for name, fields in zip(reply[1::2], reply[2::2], strict=True)
             ]
         return {
-            bytes.fromhex(name[-2 * DIGEST_BYTES :].decode()): self._vector(fields)
+            bytes.fromhex(name[-2 * DIGEST_BYTES :].decode()): fields[b"v"]
             + bytes.fromhex(fields.get(b"c", b"").decode())
             for name, fields in keys
             if fields and b"v" in fields  # else it expired during the search
         }
-
-    def _vector(self, fields: dict[bytes, bytes]) -> bytes:
-        return np.frombuffer(fields[b"v"], self._type, self._dims).astype("<f2").tobytes()
 
 
 def _filter(room: bytes) -> str:

@@ -339,7 +339,7 @@ class Worker:
             lookups=self._counts[0],
             batches=self._counts[1],
             rule=cache.rule_name.hex(),
-            index=self._proposals.away if self._proposals is not None else "",
+            index=self._proposals.trouble if self._proposals is not None else "",
         )
 
 
