@@ -40,8 +40,8 @@ _FILL, _NEAR = 256, 0.8
 
 class EngineRow(msgspec.Struct, frozen=True):
     """One engine and layout. Milliseconds are wall time of one lookup that asks the engine, beside as many writes; `copied` is the share of
-    lookups whose room a worker has whole and which ask nothing; `engine_cpu_ms` is the server's processor time for a write, a removal and what
-    is left of a lookup. `first_ms` is a sample and a search by a host that has nothing."""
+    lookups whose room a worker has whole and which ask nothing; `engine_cpu_ms` is the server's processor time for a write, a removal
+    and what is left of a lookup. `first_ms` is a sample and a search by a host that has nothing."""
 
     engine: str
     keys: int

@@ -464,7 +464,7 @@ class CacheSettings(_Section):
     @field_validator("index_url")
     @classmethod
     def _is_an_engine(cls, url: str | None) -> str | None:
-        return _checked_url(url, _ENGINES)
+        return _checked_url(url, _URLS["redis_url"][:5] + _URLS["database_url"][2:])
 
     @field_validator("volatile")
     @classmethod
@@ -861,15 +861,6 @@ def deployment_name(alias: str, deployment: DeploymentSettings) -> str:
 
 _ENGINE_NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")  # part of a file's name
 _SOCKET_PATH_BYTES_MAX = 107  # Linux, unix(7)
-_ENGINES = (
-    "redis://",
-    "rediss://",
-    "unix://",
-    "redis+sentinel://",
-    "rediss+sentinel://",
-    "postgresql://",
-    "postgres://",
-)
 _URLS = {
     "redis_url": (
         "redis://",

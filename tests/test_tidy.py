@@ -52,11 +52,11 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2350, "gateway/accounts": 2500, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 4250,
+    "gateway": 2340, "gateway/accounts": 2500, "gateway/admin": 3280, "gateway/alerts": 440, "gateway/api": 4250,
     "gateway/backends": 2930, "gateway/batches": 1160, "gateway/deployments": 1280, "gateway/journey": 3010,
     "gateway/learning": 1510, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 610,
     "gateway/wire": 2170, "cache": 1070, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1270,
-    "cache/semantic": 1710, "cache/verdicts": 590, "cache/worker": 600, "policies": 2240, "local_engine": 2270,
+    "cache/semantic": 1670, "cache/verdicts": 590, "cache/worker": 600, "policies": 2240, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
     "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 420,

@@ -4,7 +4,7 @@
                                      and the partitions with new verdicts
                                      its group `index`: what each host's cache worker brings to
                                      the vector engine, if there is one
-    sameway:cache:filling   string   the cache worker that brings all entries to it, while it does
+    sameway:cache:filling   string   while a cache worker brings all entries to it
     sameway:cache:epoch     string   random; a change means that Redis lost its data
     sameway:cache:purge     channel  purges, for the in-process caches, and their heartbeats
     sameway:cache:purged:R  string   how many caches have applied the purge with receipt R
@@ -32,7 +32,7 @@ PURGE_CHANNEL = "sameway:cache:purge"
 _LOG = "sameway:cache:log"
 _EPOCH = "sameway:cache:epoch"
 _GROUP, _CLAIMED_MS = "index", 30_000
-_FILLING, _FILLING_MS = "sameway:cache:filling", 60_000
+_FILLING, _FILLING_MS = "sameway:cache:filling", 600_000
 
 LOG_LENGTH_MAX = 100_000  # about; a follower that falls further behind rebuilds
 READ_COUNT = 1_000
@@ -128,7 +128,7 @@ class EntryLog:
             if not items:
                 command = ("XREADGROUP", "GROUP", _GROUP, worker, "COUNT", count, "STREAMS", _LOG, ">")
                 reply = await self._redis.execute_command(*command)
-                items = (reply[_LOG.encode()][0] if isinstance(reply, dict) else reply[0][1]) if reply else ()
+                items = reply[0][1] if reply else ()
         except ResponseError as error:
             if "NOGROUP" not in str(error):
                 raise
@@ -141,12 +141,9 @@ class EntryLog:
         if ids:
             await self._redis.execute_command("XACK", _LOG, _GROUP, *ids)
 
-    async def may_fill(self, worker: str) -> bool:
-        """Whether this worker is the one that fills the engine, for the next minute."""
-        await self._redis.execute_command("SET", _FILLING, worker, "NX", "PX", _FILLING_MS)
-        if await self._redis.execute_command("GET", _FILLING) != worker.encode():
-            return False
-        return bool(await self._redis.execute_command("PEXPIRE", _FILLING, _FILLING_MS))
+    async def may_fill(self) -> bool:
+        """Whether no other worker fills the engine. One that takes long may get company: that is no harm."""
+        return bool(await self._redis.execute_command("SET", _FILLING, 1, "NX", "PX", _FILLING_MS))
 
     async def end_filling(self) -> None:
         await self._redis.execute_command("DEL", _FILLING)

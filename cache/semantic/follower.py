@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 from cache.entry import unpack_context
 from cache.events import AnswersSketched, EntriesDropped, EntryAdded, LogRecord, VerdictAdded
 from cache.exact.log import EntryLog, LogPosition
-from cache.exact.store import EntryStore, Sketched
+from cache.exact.store import EntryStore, PartitionSize, Sketched
 from cache.fingerprint import Partition
 from cache.redis_client import REDIS_FAILURES, Redis
 from cache.semantic.cache import EntryKey, PromptAdded, Record, SemanticCache, SketchAdded
@@ -33,6 +33,7 @@ _LISTENED_S = 1.0  # at a time: a lookup that comes while Redis gets the next re
 _RETRY_S = 0.25
 
 T = TypeVar("T")
+Vectors = Sequence[bytes | None]
 
 _log = logging.getLogger("cache.worker")  # not __name__: operators know the process by this name
 
@@ -165,7 +166,7 @@ class Follower:
 
     async def _rebuild(self) -> LogPosition:
         end = await self._store.log.end(uuid.uuid4().bytes)
-        sizes = await self._store.sizes()
+        sizes = await self._sizes()
         self.progress = FollowerProgress(total=sum(size.entries for size in sizes))
         seen: set[EntryKey] = set()
         self._read_to.clear()
@@ -181,6 +182,10 @@ class Follower:
             await self._fold(self._take([await self._new_verdicts(partition)]))
         await self._run(lambda: self._cache.retain(seen))
         return end
+
+    async def _sizes(self) -> list[PartitionSize]:
+        """The partitions that a rebuild reads."""
+        return await self._store.sizes()
 
     async def _resolve(self, records: Sequence[LogRecord]) -> None:
         """Fold the records, with the store's facts on each entry that came, in one round trip; entries
@@ -239,20 +244,18 @@ class Follower:
         self._read_to.update((partition, position) for partition, position, _ in judged)
         return [record for _, _, records in judged for record in records]
 
-    async def _vectors(self, partition: Partition, exacts: Sequence[bytes]) -> Sequence[bytes | None]:
+    async def _vectors(self, partition: Partition, exacts: Sequence[bytes], known: Vectors = ()) -> Vectors:
         """The vectors that this or another host made before."""
-        return await self._store.lookup_vectors(partition, self._embedder_key, exacts)
+        return known or await self._store.lookup_vectors(partition, self._embedder_key, exacts)
 
-    async def _added(
-        self, partition: Partition, exacts: Sequence[bytes], known: Sequence[bytes | None] | None = None
-    ) -> list[PromptAdded]:
+    async def _added(self, partition: Partition, exacts: Sequence[bytes], known: Vectors = ()) -> list[PromptAdded]:
         """Those entries that can be found by meaning, with the groups of their answers and their vectors,
         which are read too unless `known` has them; in one round trip.
         """
         abouts, groups, vectors = await asyncio.gather(
             self._store.lookup_abouts(partition, exacts),
             self._verdicts.groups(partition, exacts),
-            self._vectors(partition, exacts) if known is None else _ready(known),
+            self._vectors(partition, exacts, known),
         )
         if b"" in vectors:
             self._warn_of_another_embedder()
@@ -318,7 +321,3 @@ class Follower:
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-async def _ready(value: T) -> T:
-    return value

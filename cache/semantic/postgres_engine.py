@@ -53,14 +53,11 @@ class PostgresEngine:
             raise EngineAway(_said(error)) from None
 
     async def _make(self, link: Any) -> None:
-        query = "SELECT extversion FROM pg_extension WHERE extname = 'vector'"
-        version = await link.fetchval(query)
-        if version is None:
-            try:
-                await link.execute("CREATE EXTENSION IF NOT EXISTS vector")
-            except asyncpg.PostgresError as error:
-                raise EngineUnfit(f"the extension `vector` cannot be made ({error}); {_NEEDED}") from None
-            version = await link.fetchval(query)
+        try:
+            await link.execute("CREATE EXTENSION IF NOT EXISTS vector")
+        except asyncpg.PostgresError as error:
+            raise EngineUnfit(f"the extension `vector` cannot be made ({error}); {_NEEDED}") from None
+        version = await link.fetchval("SELECT extversion FROM pg_extension WHERE extname = 'vector'")
         if tuple(map(int, version.split(".")[:2])) < (0, 8):
             raise EngineUnfit(f"the extension `vector` is of version {version}; {_NEEDED}")
         table = self._table
@@ -144,9 +141,7 @@ class PostgresEngine:
 
     async def aclose(self) -> None:
         if self._pool is not None:
-            with contextlib.suppress(*_FAILURES):
-                async with asyncio.timeout(self._timeout_s):
-                    await self._pool.close()
+            self._pool.terminate()
 
 
 async def _prepare(link: Any) -> None:

@@ -17,22 +17,22 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from cache.events import EntriesDropped, EntryAdded, LogRecord
-from cache.exact.log import LogPosition
+from cache.exact.store import PartitionSize
 from cache.fingerprint import DIGEST_BYTES, Partition
 from cache.query import Query
-from cache.redis_client import REDIS_FAILURES, Redis
-from cache.semantic.cache import SEARCHED, PromptAdded, SemanticCache
+from cache.redis_client import REDIS_FAILURES
+from cache.semantic.cache import SEARCHED, PromptAdded
 from cache.semantic.engine import EngineAway, PlacedKey, Proposed, VectorEngine, room_id
-from cache.semantic.follower import BetweenLookups, Follower, FollowerProgress
+from cache.semantic.follower import BetweenLookups, Follower, FollowerProgress, Vectors
 
 ROOM_KEYS = 1_000
 """Keys of a room that are read at first."""
@@ -41,7 +41,6 @@ COPIED_MAX = 100_000
 _LAST = b"\xff" * DIGEST_BYTES
 _EXTRAS = 4  # keys of a room, in samples: a whole one may be too large by then
 _READ_FOR_S = 300.0  # after which a copied room is read anew: what the engine got late is in it then
-_RECENT_S, _RECENT_MAX = 10.0, 5_000  # keys that came in no room here, and may not be in the engine yet
 _PAUSE_S = 1.0  # after a failure
 _ASSIGNED, _IDLE_S = 64, 0.2  # records at a time, and the pause where there are none
 _PLACED, _PLACED_CHARS = 8, 2_000  # keys that a lookup may have to wait for
@@ -75,18 +74,12 @@ class _CopiedRoom:
 
 class ProposalFollower(Follower):
     """A follower whose cache has what `engine` proposes. `timeout_s` bounds what one lookup waits for
-    it, `encoding` embeds prompts, `monotonic` gives seconds. See `Follower` for the rest.
+    it, `encoding` embeds prompts, `monotonic` gives seconds. `parts` are those of a `Follower`.
     """
 
     def __init__(
         self,
-        redis: Redis,
-        cache: SemanticCache,
-        thread: ThreadPoolExecutor,
-        embedder_key: bytes,
-        size_bytes_max: int = 256 << 20,
-        listening: Redis | None = None,
-        *,
+        *parts: Any,
         engine: VectorEngine,
         encoding: ThreadPoolExecutor,
         timeout_s: float = 0.25,
@@ -94,7 +87,7 @@ class ProposalFollower(Follower):
         copied_max: int = COPIED_MAX,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(redis, cache, thread, embedder_key, size_bytes_max, listening)
+        super().__init__(*parts)
         self.away = ""  # why the engine did not answer the last lookup
         self._refused = ""  # why it did not take the last write
         self._engine = engine
@@ -105,7 +98,6 @@ class ProposalFollower(Follower):
         self._monotonic = monotonic
         self._rooms: dict[bytes, _CopiedRoom] = {}
         self._reads: dict[bytes, asyncio.Task[None]] = {}
-        self._recent: deque[tuple[float, bytes, frozenset[bytes]]] = deque(maxlen=_RECENT_MAX)
         self._pauses_until = 0.0
         self._name = uuid.uuid4().hex
         self._looked_filled_at = float("-inf")
@@ -186,9 +178,7 @@ class ProposalFollower(Follower):
     async def _read(self, name: bytes, room: _CopiedRoom) -> None:
         sample = await self._engine.sample(room_id(name), self._room_keys)
         bound = _LAST if len(sample) < self._room_keys else max(sample)
-        late = self._monotonic() - _RECENT_S
-        recent = {exact: b"" for at, exact, names in self._recent if name in names and at > late}
-        await self._copy(room, {**recent, **sample}, bound)
+        await self._copy(room, sample, bound)
         more = [exact for exact in room.keys if exact not in sample]
         await self._forget(name, room, more[: -self._room_keys])
         room.bound, room.read_at = bound, self._monotonic()
@@ -206,7 +196,7 @@ class ProposalFollower(Follower):
         """
         async with self._lock:
             exacts = [exact for exact in sorted(proposed) if not self._cache.rooms_with(room.partition, exact)]
-            vectors = [proposed[exact] or None for exact in exacts]
+            vectors = [proposed[exact] for exact in exacts]
             added = await self._added(room.partition, exacts, vectors) if exacts else []
             await self._fold([replace(key, is_counted=key.exact <= bound) for key in added])
             self._sketched.setdefault(room.partition, {}).update((key.exact, None) for key in added)
@@ -230,33 +220,25 @@ class ProposalFollower(Follower):
 
     # --- the log
 
-    async def _rebuild(self) -> LogPosition:
+    async def _sizes(self) -> list[PartitionSize]:
         """Nothing is read at the start: rooms are, when they are asked for."""
-        end = await self._store.log.end(uuid.uuid4().bytes)
         self._rooms.clear()
-        self._read_to.clear()
-        self._sketched.clear()
-        await self._run(self._cache.forget_verdicts)
-        await self._run(lambda: self._cache.retain(set()))
-        return end
+        return []
 
     def _to_read(self, announced: Iterable[Partition], came: Iterable[Partition]) -> dict[Partition, None]:
         return dict.fromkeys(partition for partition in announced if partition in self._read_to)
 
-    async def _vectors(self, partition: Partition, exacts: Sequence[bytes]) -> Sequence[bytes | None]:
-        return [None] * len(exacts)
+    async def _vectors(self, partition: Partition, exacts: Sequence[bytes], known: Vectors = ()) -> Vectors:
+        return known or [None] * len(exacts)
 
     def _wanted(self, added: Sequence[PromptAdded]) -> Sequence[PromptAdded]:
         wanted = []
         for key in added:
-            names = self._cache.rooms_of(key)
-            rooms = [self._rooms[name] for name in names if name in self._rooms]
+            rooms = [self._rooms[name] for name in self._cache.rooms_of(key) if name in self._rooms]
             for room in rooms:
                 self._note(room, (key.exact,))
             if rooms:
                 wanted.append(replace(key, is_counted=any(key.exact <= room.bound for room in rooms)))
-            else:
-                self._recent.append((self._monotonic(), key.exact, frozenset(names)))
         return wanted
 
     async def _save_vectors(self) -> None:
@@ -317,7 +299,7 @@ class ProposalFollower(Follower):
     async def _fill_if_empty(self, between_lookups: BetweenLookups) -> None:
         """Bring all entries to an engine that never had them, or has lost them."""
         data = (await self._store.log.end(uuid.uuid4().bytes)).epoch
-        if data in await self._engine.sample(_FILLED, ROOM_KEYS) or not await self._store.log.may_fill(self._name):
+        if data in await self._engine.sample(_FILLED, ROOM_KEYS) or not await self._store.log.may_fill():
             return
         sizes = await self._store.sizes()
         self.progress = FollowerProgress(total=sum(size.entries for size in sizes))
@@ -328,8 +310,6 @@ class ProposalFollower(Follower):
                 await self._place(await self._added(partition, exacts, vectors), between_lookups)
                 self.progress.done += len(batch)
                 await self._index_assigned(between_lookups)
-                if not await self._store.log.may_fill(self._name):
-                    return
         vector = np.full(self._cache.dims, self._cache.dims**-0.5, dtype="<f2").tobytes()
         await self._engine.put([PlacedKey(Partition(_FILLED), data, (_FILLED,), time.time() + _FOREVER_S, vector)])
         await self._store.log.end_filling()

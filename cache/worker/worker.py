@@ -86,6 +86,7 @@ class Worker:
         self._judging_turn = asyncio.Lock()
         self._judgings = 0  # that wait, or are under way
         self._failure = ""
+        self._exit_status = 0
         self._counts = [0, 0]  # lookups, batches
 
     async def run(self) -> int:
@@ -104,15 +105,9 @@ class Worker:
         for task in left:
             task.cancel()
         await asyncio.wait(tasks)
-        from cache.semantic.engine import EngineUnfit
-
         for task in done:
-            try:
-                task.result()  # a task that ended by itself ended by a bug: say it
-            except EngineUnfit as error:
-                _log.error("%s", error)
-                return os.EX_CONFIG
-        return 0
+            task.result()  # a task that ended by itself ended by a bug: say it
+        return self._exit_status
 
     # --- loading and following
 
@@ -139,6 +134,7 @@ class Worker:
             self._follower, self._cache = Follower(*parts), cache
             await asyncio.gather(self._follow(cache), self._follower.listen())
             return
+        from cache.semantic.engine import EngineUnfit
         from cache.semantic.proposals import ProposalFollower
 
         engine = _engine(self._options.index, cache.dims, key)
@@ -148,6 +144,9 @@ class Worker:
             await asyncio.gather(
                 self._follow(cache), self._follower.listen(), self._proposals.index(self._between_lookups)
             )
+        except EngineUnfit as error:
+            _log.error("%s", error)
+            self._exit_status = os.EX_CONFIG
         finally:
             await engine.aclose()
 

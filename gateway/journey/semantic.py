@@ -117,6 +117,7 @@ class SemanticLookup:
         self._bounds = bounds
         self._volatile = tuple(map(compile_pattern, settings.cache.volatile))
         self._clock = clock
+        self._starting: asyncio.Future[None] | None = None
         self.errors = ErrorAccount(settings.workers)
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
@@ -156,8 +157,9 @@ class SemanticLookup:
         if storing is not None:  # an answer that this worker is storing may be the hit
             await asyncio.wait((storing,), timeout=_STORES_AWAITED_S)
         bound = self._bounds.bound(team, alias.name, controls.error_max)
-        self.errors.pay(fingerprint.compat, bound.error_max)
         verification = self.verification(controls, team, alias)
+        if self.errors.pay(fingerprint.compat, bound.error_max) and verification.is_asked_first:
+            self._starting = asyncio.ensure_future(self._start(fingerprint, bound.error_max))
         query = Query(
             partition=fingerprint.partition,
             compat=fingerprint.compat,
@@ -182,6 +184,12 @@ class SemanticLookup:
             near, would = result.similarity, pointed.entry
             return SemanticResult(similarity=near, miss_reason=OBSERVED, question=question, would=would)
         return SemanticResult(pointed.entry, result.similarity, bound.error_max, question=question, trial=result.trial)
+
+    async def _start(self, fingerprint: Fingerprint, error_max: float) -> None:
+        """Give a new namespace what it starts with, if no other workers of any host took that before."""
+        with contextlib.suppress(CacheUnavailable):
+            if await self._exact.count_start(fingerprint) <= self._settings.workers:
+                self.errors.start(fingerprint.compat, error_max)
 
     def _missed(self, result: Miss | Undecided, fingerprint: Fingerprint, bound: Bound) -> SemanticResult:
         undecided = result if isinstance(result, Undecided) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 from cache import ExactCache, Hit, Miss, MissReason, Partition, Purge, Trial
 from cache.decision.differences import KINDS_MAX
 from cache.decision.features import FEATURES
+from cache.decision.prior import PRIOR
+from cache.decision.rule import VerifiedRule
 from cache.exact.store import EntryStore
 from cache.query import Neighbourhood, Query
 from cache.redis_link import RedisLink
@@ -129,7 +132,7 @@ class Host:
 
     def __init__(self, redis: RedisLink, thread: ThreadPoolExecutor, engine: VectorEngine, **options: Any) -> None:
         self.embedder = MeaningEmbedder(dims=DIMS)
-        self.cache = SemanticCache(self.embedder, index=VectorIndex(DIMS))
+        self.cache = SemanticCache(self.embedder, options.pop("rule", None), index=VectorIndex(DIMS))
         self.engine = engine
         options = {"timeout_s": 5.0, **options}
         self.follower = ProposalFollower(
@@ -502,3 +505,48 @@ async def test_a_server_that_lacks_a_part_is_named(redis_server: RedisServer, po
     if not has_vector:
         with pytest.raises(EngineUnfit, match=r"vector.*0\.8"):
             await bare.open()
+
+
+async def test_four_hosts_stay_within_one_bound(
+    redis: RedisLink, exact: ExactCache, thread: ThreadPoolExecutor
+) -> None:
+    """A cold namespace's account is given out once over all of them. A learned one serves, over all of them and after one is
+    killed, no more wrong answers than the bound allows, with as many hits as one host alone."""
+    starts = [await exact.count_start(ask("one thing")) for _ in range(4)]
+    assert starts == [1, 2, 3, 4]
+    served = {}
+    for count in (1, 4):
+        await redis.execute_command("FLUSHALL")
+        draw, faiss, verdicts = random.Random(7), FaissEngine(), VerdictStore(redis)
+        async with contextlib.AsyncExitStack() as stack:
+            hosts = [Host(redis, thread, faiss, rule=VerifiedRule(PRIOR, 0.05)) for _ in range(count)]
+            for host in hosts:
+                await stack.enter_async_context(host)
+            things = [f"thing{number}" for number in range(12)]
+            for thing in things:
+                await put(exact, f"where is the {thing} today")
+            await hosts[0].has_indexed()
+            wrong = hits = 0
+            for number in range(160):
+                living = hosts if number < 110 or count == 1 else hosts[1:]  # one is killed: what it counted is lost
+                host, thing = draw.choice(living), draw.choice(things)
+                text, is_right = draw.choice(
+                    ((f"tell me where is the {thing} today", True), (f"where is the {thing} tomorrow", False))
+                )
+                decision = (await host.near(query(text, error_max=0.05))).decision
+                trial = decision.trial
+                assert trial is not None
+                if isinstance(decision, Hit):
+                    hits, wrong = hits + 1, wrong + (not is_right)
+                else:
+                    (about,) = await EntryStore(redis).lookup_abouts(ACME, [trial.ranked[0]])
+                    assert about is not None
+                    found = Verdict(
+                        source=Source.MISS, compat=query(text).compat, is_right=is_right, trial=trial, at=1.0
+                    )
+                    await verdicts.take(ACME, f"{number}", found, AnswerRef(trial.ranked[0], about.created_at))
+            expected = 0.05 * 160
+            assert wrong <= expected + 3 * expected**0.5
+            served[count] = hits
+    assert served[4] > 0
+    assert served[4] >= 0.7 * served[1]
