@@ -95,9 +95,11 @@ class RedisEngine:
         for _ in range(_READS):
             (reply,) = await self._send(self._sample(room, count))
             proposed = self._read(reply)
-            # a key that expired and was not removed yet takes a place in the reply; asking removes it
-            if len(proposed) == (len(reply[b"results"]) if isinstance(reply, dict) else len(reply) // 2):
+            dead = [name for name, fields in _listed(reply) if not fields]
+            if not dead:
                 return proposed
+            # a key that expired and was not removed yet takes a place in the reply: asking for it removes it
+            await self._send(("EXISTS", *dead))
         raise EngineAway("keys expire faster than they can be read")
 
     async def nearest(self, room: bytes, vector: NDArray[np.float32], count: int, size: int) -> Proposed:
@@ -125,20 +127,24 @@ class RedisEngine:
         return f"{self._name}:{partition.hex()}-{exact.hex()}"
 
     def _read(self, reply: Any) -> Proposed:
-        """The keys of a reply: of RESP3 a map, of RESP2 (and of valkey-search) a list of names and fields."""
-        if isinstance(reply, dict):
-            keys = [(one[b"id"], one[b"extra_attributes"]) for one in reply[b"results"]]
-        else:
-            keys = [
-                (name, fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True)))
-                for name, fields in zip(reply[1::2], reply[2::2], strict=True)
-            ]
         return {
             bytes.fromhex(name[-2 * DIGEST_BYTES :].decode()): fields[b"v"]
             + bytes.fromhex(fields.get(b"c", b"").decode())
-            for name, fields in keys
-            if fields and b"v" in fields  # else it expired during the search
+            for name, fields in _listed(reply)
+            if fields
         }
+
+
+def _listed(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """The names and fields in a reply: of RESP3 a map, of RESP2 (and of valkey-search) a list. A key that
+    expired has no fields.
+    """
+    if isinstance(reply, dict):
+        return [(one[b"id"], one[b"extra_attributes"] or {}) for one in reply[b"results"]]
+    return [
+        (name, fields if isinstance(fields, dict) else dict(zip(*[iter(fields or ())] * 2, strict=True)))
+        for name, fields in zip(reply[1::2], reply[2::2], strict=True)
+    ]
 
 
 def _filter(room: bytes) -> str:
