@@ -1,10 +1,12 @@
 """`./run bench index`: what the vector index of one cache worker takes, and how fast and how complete its answers are.
 
     ./run bench index [--entries 1000,10000,100000,1000000] [--vectors FILE.npy] [--json FILE]
+    ./run bench index --engine faiss|redis|pgvector [--entries 1000000] [--partitions 200,2000] [--seconds 60]
 
 Folds entries with ready vectors into the product's own cache object, in one namespace and in namespaces of ten; then adds, removes and
 searches. Vectors are made (texts in groups, 384 dimensions of which 48 matter) or come from a file: float32, one unit vector a row.
-Recall is of the 16 nearest, and of those of them above a cosine of 0.8, beside reading every vector.
+Recall is of the 16 nearest, and of those of them above a cosine of 0.8, beside reading every vector. With `--engine` it measures a
+server of vectors instead (`bench.vector_engines`).
 """
 
 from __future__ import annotations
@@ -165,6 +167,17 @@ def _rss_mb() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4 >> 10
 
 
+def _of_engine(arguments: argparse.Namespace) -> int:
+    from bench import vector_engines  # starts servers
+
+    layouts = [int(part) for part in arguments.partitions.split(",")]
+    print("  ".join(f"{name:>13}" for name in vector_engines.EngineRow.__struct_fields__))
+    for size in (int(part) for part in arguments.entries.split(",")):
+        for row in vector_engines.rows(arguments.engine, size, layouts, arguments.seconds):
+            print("  ".join(f"{value:>13}" for value in msgspec.structs.astuple(row)), flush=True)
+    return 0
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="./run bench index", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -172,7 +185,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--entries", default="1000,10000,100000,1000000", help="sizes, comma-separated")
     parser.add_argument("--vectors", type=Path, default=None, metavar="FILE.npy", help="use these instead of made ones")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the rows")
+    parser.add_argument(
+        "--engine", choices=("faiss", "redis", "pgvector"), default=None, help="measure a vector engine"
+    )
+    parser.add_argument("--partitions", default="200,2000", help="of an engine's keys, comma-separated")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of reads and writes of an engine")
     arguments = parser.parse_args(argv)
+    if arguments.engine is not None:
+        return _of_engine(arguments)
     rows = []
     print("  ".join(f"{name:>13}" for name in Row.__struct_fields__))
     for size in (int(part) for part in arguments.entries.split(",")):

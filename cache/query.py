@@ -84,6 +84,7 @@ class MissReason(StrEnum):
     LOADING = "loading"  # the encoder is not ready
     TIMEOUT = "timeout"  # the worker did not answer in time
     UNAVAILABLE = "unavailable"  # the worker is away
+    INDEX = "index"  # the vector engine is away, or did not answer in time
 
 
 class Near(msgspec.Struct, frozen=True, array_like=True):

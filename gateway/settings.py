@@ -135,6 +135,18 @@ def _has_good_hosts(url: str) -> bool:
         return False
 
 
+def _checked_url(url: str | None, known: tuple[str, ...]) -> str | None:
+    """The URL. Raises ValueError if it begins with none of `known`, or has a host that cannot be."""
+    if url is not None and not url.startswith(known):
+        # the value may hold a password: only its scheme is shown
+        raise ValueError(
+            f"found {url.partition('://')[0]!r}, expected a URL that begins with one of {', '.join(known)}"
+        )
+    if url is not None and not _has_good_hosts(url):
+        raise ValueError("found a host or port that can't be one, expected host:port, with a port from 1 to 65535")
+    return url
+
+
 def _is_network(text: str) -> bool:
     try:
         ipaddress.ip_network(text)
@@ -475,6 +487,14 @@ class CacheSettings(_Section):
     share a Redis"""
     threads: int | None = Field(None, gt=0)
     """CPU threads of the embedder; default: two, or one on one core"""
+    index_url: str | None = None
+    """a server that keeps the vectors of all hosts: `redis://` with the query engine, or
+    `postgresql://` with pgvector 0.8 or newer; default: each host keeps them all itself"""
+
+    @field_validator("index_url")
+    @classmethod
+    def _is_an_engine(cls, url: str | None) -> str | None:
+        return _checked_url(url, _URLS["redis_url"][:5] + _URLS["database_url"][2:])
 
     @field_validator("volatile")
     @classmethod
@@ -684,14 +704,7 @@ class Settings(_Section):
     @field_validator("redis_url", "database_url")
     @classmethod
     def _is_a_known_url(cls, url: str | None, info: ValidationInfo) -> str | None:
-        known = _URLS[info.field_name or ""]
-        if url is not None and not url.startswith(known):
-            # the value may hold a password: only its scheme is shown
-            raise ValueError(
-                f"found {url.partition('://')[0]!r}, expected a URL that begins with one of {', '.join(known)}"
-            )
-        if url is not None and not _has_good_hosts(url):
-            raise ValueError("found a host or port that can't be one, expected host:port, with a port from 1 to 65535")
+        url = _checked_url(url, _URLS[info.field_name or ""])
         if url is not None and url.startswith(("redis://", "rediss://")) and "," in url.rpartition("@")[2]:
             raise ValueError("found several hosts, expected one, or redis+cluster:// or redis+sentinel:// before them")
         if url is not None and "+sentinel://" in url and not urlsplit(url).path.strip("/"):

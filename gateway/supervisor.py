@@ -161,7 +161,7 @@ def engine_argv(settings: Settings, name: str) -> list[str]:
 
 
 def cache_child(settings: Settings, env: Mapping[str, str]) -> Child:
-    """The cache worker. Its command line lacks Redis' URL, which may contain a password."""
+    """The cache worker. Its command line lacks URLs, which may contain a password."""
     names = {option.name for option in fields(WorkerOptions)}
     options = WorkerOptions(socket=settings.cache_socket, **settings.cache.model_dump(include=names))
     argv = [sys.executable, "-m", "cache.worker", *argv_of(options)]
@@ -235,8 +235,8 @@ class Supervisor:
         self._announce(port)
         # Heavy imports follow the announcement, so that they do not delay it
         quiet = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-        env = {**quiet, "SAMEWAY_REDIS_URL": settings.redis_target}
-        self._keep(cache_child(settings, env))
+        urls = {"SAMEWAY_REDIS_URL": settings.redis_target, "SAMEWAY_INDEX_URL": settings.cache.index_url or ""}
+        self._keep(cache_child(settings, {**quiet, **urls}))
         self._ready = asyncio.create_task(self._say_when_ready(port))
         for name in engines:
             heartbeat = Heartbeat(settings.engine_socket(name))

@@ -132,16 +132,22 @@ class ErrorAccount:
         self._first = _PAID * FIRST_REQUESTS / workers
         self._left: OrderedDict[bytes, float] = OrderedDict()
 
-    def pay(self, namespace: bytes, error_max: float) -> None:
-        """One more request pays in, with this bound."""
-        most = error_max * self._first
-        self._left[namespace] = min(most, self._left.pop(namespace, most) + _PAID * error_max)
+    def pay(self, namespace: bytes, error_max: float) -> bool:
+        """One more request pays in, with this bound. Whether the namespace is new: see `start`."""
+        is_new, left = namespace not in self._left, self._left.pop(namespace, 0.0)
+        self._left[namespace] = min(error_max * self._first, left + _PAID * error_max)
         if len(self._left) > _NAMESPACES_MAX:
             self._left.popitem(last=False)
+        return is_new
+
+    def start(self, namespace: bytes, error_max: float) -> None:
+        """Give a namespace what it starts with: once for each of `workers`, over all hosts."""
+        most = error_max * self._first
+        self._left[namespace] = min(most, self._left.get(namespace, 0.0) + most)
 
     def has(self, namespace: bytes, risk: float, error_max: float) -> bool:
-        """Whether a hit with this risk may be served; a new namespace has what it starts with."""
-        return self._left.get(namespace, error_max * self._first) >= risk
+        """Whether a hit with this risk may be served; a new namespace has what this request pays."""
+        return self._left.get(namespace, _PAID * error_max) >= risk
 
     def charge(self, namespace: bytes, risk: float) -> None:
         """A hit with this risk was served."""

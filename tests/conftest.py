@@ -13,7 +13,16 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.marks import MARKERS, marker_of
-from tests.services import REDIS_VARIABLE, PostgresServer, RedisServer, put_on_path, run_postgres, run_redis
+from tests.services import (
+    REDIS_VARIABLE,
+    PostgresServer,
+    RedisServer,
+    pgvector_binaries,
+    put_on_path,
+    run_postgres,
+    run_query_engine,
+    run_redis,
+)
 from tests.touches import SERVICES, services_of
 
 # how long an example takes says more of the machine than of the code: tests that bound time do so themselves
@@ -78,6 +87,20 @@ async def redis(redis_server: RedisServer) -> AsyncIterator[Redis]:
 def postgres_server() -> Iterator[PostgresServer]:
     """One PostgreSQL for the whole session."""
     with run_postgres() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def query_engine_server() -> Iterator[RedisServer]:
+    """One Redis with the query engine for the whole session: give each test an embedder's key of its own."""
+    with run_query_engine() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def pgvector_server() -> Iterator[PostgresServer]:
+    """One PostgreSQL with pgvector for the whole session."""
+    with run_postgres(pgvector_binaries()) as server:
         yield server
 
 

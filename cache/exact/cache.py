@@ -264,6 +264,13 @@ class ExactCache:
             claim = self._store.claims.end(fp.exact)
             await self._store.point(entry, words_key, verified, self.limits.size_bytes_max, claim)
 
+    async def count_start(self, fp: Fingerprint) -> int:
+        """Count the processes that began to ask a verifier about this namespace, over all hosts. Raises
+        CacheUnavailable.
+        """
+        with _needs_redis:
+            return await self._store.count_start(fp.partition, fp.compat)
+
     async def lookup_entry(
         self, fp: Fingerprint, exact: bytes, max_age_s: float | None = None, *, is_served: bool = True
     ) -> Lookup:

@@ -2,6 +2,9 @@
 
     sameway:cache:log       stream   partition and id of each entry that came or went, for the indexes,
                                      and the partitions with new verdicts
+                                     its group `index`: what each host's cache worker brings to
+                                     the vector engine, if there is one
+    sameway:cache:filling   string   while a cache worker brings all entries to it
     sameway:cache:epoch     string   random; a change means that Redis lost its data
     sameway:cache:purge     channel  purges, for the in-process caches, and their heartbeats
     sameway:cache:purged:R  string   how many caches have applied the purge with receipt R
@@ -13,11 +16,12 @@ follower that may have missed records gets `is_lost`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from redis.exceptions import ResponseError
 
 from cache.entry import Purge
 from cache.events import LogRecord
@@ -27,6 +31,8 @@ from cache.stored import reader
 PURGE_CHANNEL = "sameway:cache:purge"
 _LOG = "sameway:cache:log"
 _EPOCH = "sameway:cache:epoch"
+_GROUP, _CLAIMED_MS = "index", 30_000
+_FILLING, _FILLING_MS = "sameway:cache:filling", 600_000
 
 LOG_LENGTH_MAX = 100_000  # about; a follower that falls further behind rebuilds
 READ_COUNT = 1_000
@@ -106,15 +112,41 @@ class EntryLog:
             # only a follower this far behind can have lost records to trimming
             first = await self._redis.execute_command("XRANGE", _LOG, "-", "+", "COUNT", 1)
             is_lost = bool(first) and _order(first[0][0]) > _order(position.id)
-        records = []
-        for _, fields in items:
-            try:
-                records.append(_read(fields[b"r"]))
-            except (msgspec.DecodeError, KeyError):
-                # of another version of Sameway beside this one: its entries are none of ours
-                continue
+        records = [record for record in (_record(fields) for _, fields in items) if record is not None]
         end = LogPosition(items[-1][0] if items else position.id, position.epoch)
         return LogRead(tuple(records), end, is_lost, is_full)
+
+    async def assigned(self, worker: str, count: int) -> list[tuple[bytes, LogRecord | None]]:
+        """Up to `count` records, with their ids, that no other worker was given. What a worker was given
+        and did not end in half a minute is given to another.
+        """
+        try:
+            claimed = await self._redis.execute_command(
+                "XAUTOCLAIM", _LOG, _GROUP, worker, _CLAIMED_MS, "0-0", "COUNT", count
+            )
+            items = claimed[1]
+            if not items:
+                command = ("XREADGROUP", "GROUP", _GROUP, worker, "COUNT", count, "STREAMS", _LOG, ">")
+                reply = await self._redis.execute_command(*command)
+                items = reply[0][1] if reply else ()
+        except ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            await self._redis.execute_command("XGROUP", "CREATE", _LOG, _GROUP, "$", "MKSTREAM")
+            return []
+        return [(id, _record(fields)) for id, fields in items if fields is not None]
+
+    async def end_assigned(self, ids: Sequence[bytes]) -> None:
+        """These records need no work any more."""
+        if ids:
+            await self._redis.execute_command("XACK", _LOG, _GROUP, *ids)
+
+    async def may_fill(self) -> bool:
+        """Whether no other worker fills the engine. One that takes long may get company: that is no harm."""
+        return bool(await self._redis.execute_command("SET", _FILLING, 1, "NX", "PX", _FILLING_MS))
+
+    async def end_filling(self) -> None:
+        await self._redis.execute_command("DEL", _FILLING)
 
     async def announce(self, purge: Purge | None, receipt: bytes = b"") -> int:
         """Send a purge, or without one a heartbeat, to every in-process cache; returns the
@@ -139,6 +171,14 @@ class EntryLog:
 _ENCODER = msgspec.msgpack.Encoder()
 _records: msgspec.msgpack.Decoder[LogRecord] = msgspec.msgpack.Decoder(LogRecord)
 _read = reader(_records)
+
+
+def _record(fields: Mapping[bytes, bytes]) -> LogRecord | None:
+    """None for one of another version of Sameway beside this one: its entries are none of ours."""
+    try:
+        return _read(fields[b"r"])
+    except (msgspec.DecodeError, KeyError):
+        return None
 
 
 def appending(record: LogRecord) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@
     sameway:{P}:groups    hash    which answers are equal, written by `cache.verdicts.store`
     sameway:{P}:words     hash    key of a prompt's words -> pointer to an entry; exact and `p` -> keys
     sameway:{P}:warm:L    string  the deployment that last saw the prefix with digest L
+    sameway:{P}:starts:C  string  how many processes began to ask a verifier about the namespace with compat C
     sameway:cache:partitions      zset    partition by when it last began to hold entries, s
 
 P is the partition in hex, the hash tag of all its keys; vectors, sketches, groups and words are
@@ -47,6 +48,7 @@ _PARTITIONS = "sameway:cache:partitions"
 
 _NAMES = ("entries", "about", "used", "expires", "bytes", "vectors", "groups", "words", "suspended")
 _HALF_LIFE_MS = 6 * 3_600_000  # after which a use counts half when it comes to eviction
+_STARTS_KEPT_S = 30 * 86_400
 _SCAN_COUNT = 500
 _DROP_COUNT = 200
 _SKETCHED_COUNT = 64  # in one command
@@ -151,6 +153,14 @@ class EntryStore:
         keys = (*_keys(entry.partition)[:8], *((claim,) if claim else ()))
         terms = (size_bytes_max, words_key, entry.exact, struct.pack(">d", entry.created_at), verified.encode())
         await self._redis.eval(POINT, len(keys), *keys, *terms, self.claims.process)
+
+    async def count_start(self, partition: Partition, compat: bytes) -> int:
+        """Count the processes that began to ask about a namespace; the count is kept while some do."""
+        key = "sameway:{" + partition.hex() + "}:starts:" + compat.hex()
+        count, _ = await asyncio.gather(
+            self._redis.execute_command("INCR", key), self._redis.execute_command("EXPIRE", key, _STARTS_KEPT_S)
+        )
+        return int(count)
 
     async def lookup_many(self, partition: Partition, exacts: Sequence[bytes]) -> list[bytes | None]:
         """The encoded entries; None for missing ones."""

@@ -18,6 +18,7 @@ import functools
 import hashlib
 import heapq
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -39,6 +40,7 @@ from cache.encoder.types import Embedder, EmbedderInfo, Encoded
 from cache.events import EntriesDropped
 from cache.fingerprint import Partition
 from cache.query import LookupResult, Miss, MissReason, Neighbourhood, Query
+from cache.semantic.engine import PlacedKey, room_id
 from cache.semantic.index import VectorIndex
 from cache.semantic.sketches import AnswerSketches
 from cache.semantic.state import NamespaceStates
@@ -52,7 +54,7 @@ _SETTLED, _SETTLED_CHARS = 8, 1_000  # at a time: a lookup may have to wait for 
 _SENTENCES_MAX = 5_000
 _CHECK_BYTES, _ROOM_BYTES = 8, 16
 _ROOMS = 3  # that a lookup searches
-_SEARCHED = 48  # nearest keys, of which some have another context, or are wordings that one yes alone knows
+SEARCHED = 48  # nearest keys, of which some have another context, or are wordings that one yes alone knows
 
 EntryKey = tuple[Partition, bytes]
 
@@ -62,7 +64,8 @@ class PromptAdded:
     """A cached prompt that can be found semantically. `group` names the answers found equal to its
     own, `vector` is one that `take_unsaved` gave before, here or elsewhere; each may be empty.
     `context` has the texts before the prompt, as a `Fingerprint` has them. `of` names the entry that a
-    verifier found right for it, if it has no answer of its own.
+    verifier found right for it, if it has no answer of its own. `is_counted`: its words count among
+    those of the namespace; not where it was found because it is near a prompt.
     """
 
     partition: Partition
@@ -75,6 +78,7 @@ class PromptAdded:
     vector: bytes = b""
     context: str = ""
     of: bytes = b""
+    is_counted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +100,8 @@ Record = PromptAdded | SketchAdded | EntriesDropped | VerdictRecord
 @dataclass(slots=True)
 class _Key:
     """One cached prompt. `number` is its key in the index, `asking` are the pieces of a long last
-    message that ask, `text` is what is compared by meaning, `rooms` name where it is searched; `of` as in
-    `PromptAdded`.
+    message that ask, `text` is what is compared by meaning, `rooms` name where it is searched; `of` and
+    `is_counted` as in `PromptAdded`.
     """
 
     number: int
@@ -113,6 +117,7 @@ class _Key:
     text: str = ""
     is_embedded: bool = False
     of: bytes = b""
+    is_counted: bool = True
 
     @property
     def namespace(self) -> bytes:
@@ -186,7 +191,9 @@ class SemanticCache:
         self._expiries: list[tuple[float, int]] = []
         # rooms where keys wait for a vector beside others
         self._settling: dict[bytes, None] = {}
-        self._unsaved: list[tuple[Partition, bytes, bytes]] = []
+        self._unsaved: list[PlacedKey] = []
+        # of the keys of a namespace that are here, where an engine has more of them
+        self.shares: dict[bytes, float] = {}
         self._sketches = AnswerSketches()
         # of sentences: those of answers that come again cost the encoder nothing
         self._sentences = Memo(embedder, _SENTENCES_MAX)
@@ -243,6 +250,48 @@ class SemanticCache:
         rooms = tuple(name for name in _rooms(query.namespace, prompt, _ROOMS) if name in self._rooms)
         asking = self._asking(prompt, rooms)
         return _Meant(prompt, asking, prompt.text or pieces.text_of(asking), rooms)
+
+    def rooms_of(self, asking: Query | PromptAdded) -> list[bytes]:
+        """The rooms that a lookup searches, or in which a key is searched; there may be none of them here."""
+        prompt = pieces.split(asking.partition, asking.context, asking.text)
+        count = _ROOMS if isinstance(asking, Query) else ANCHORS
+        return [] if prompt is None else _rooms(asking.partition + asking.compat, prompt, count)
+
+    def rooms_with(self, partition: Partition, exact: bytes) -> tuple[bytes, ...]:
+        """The rooms of a key that is here, else none. Safe beside the thread that uses the cache."""
+        key = self._keys.get(self._by_entry.get((partition, exact), -1))
+        return () if key is None else key.rooms
+
+    def vector_of(self, query: Query) -> NDArray[np.float32] | None:
+        """What a lookup of the query searches with; None where nothing of it is compared. Safe beside the
+        thread that uses the cache.
+        """
+        meant = self._meant(query)
+        encoded = self._encoder.encode([(query.partition, meant.text)]) if meant.text else None
+        is_read = encoded is not None and encoded.tokens[0] <= self._encoder.info.tokens_max
+        return encoded.vectors[0] if encoded is not None and is_read else None
+
+    def placed(self, records: Sequence[PromptAdded]) -> list[PlacedKey]:
+        """The keys as a vector engine has them, but those that have no vector."""
+        placed, keys = [], []
+        for record in records:
+            key = self._key_of(record)
+            if key is not None and key.prompt.last:
+                key.asking = self._asking(
+                    key.prompt, key.rooms, known=int((key.partition, key.exact) in self._by_entry)
+                )
+                key.text = pieces.text_of(key.asking)
+            if key is not None and key.text:
+                known = self._stored_vector(key, record.vector)
+                if known is not None:
+                    placed.append(_placed(key, known))
+                else:
+                    keys.append(key)
+        encoded = self._encoder.encode([key.asked for key in keys])
+        for key, vector, tokens in zip(keys, encoded.vectors, encoded.tokens, strict=True):
+            if tokens <= self._encoder.info.tokens_max:
+                placed.append(_placed(key, vector.astype(np.float16)))
+        return placed
 
     def _asking(self, prompt: Prompt, rooms: Sequence[bytes], known: int = 0) -> tuple[str, ...]:
         """The pieces that ask, beside the prompts of the room that leaves the fewest. `known`: how many
@@ -318,14 +367,18 @@ class SemanticCache:
         """The nearest keys whose contexts differ by no more than may be shown."""
         nearest: dict[int, float] = {}
         for name in meant.rooms:
-            (found,) = self._index.search(name, vector[None], max(_SEARCHED, count))
+            (found,) = self._index.search(name, vector[None], max(SEARCHED, count))
             nearest |= zip(found.keys.tolist(), found.similarities.tolist(), strict=True)
         now = self._clock()
         namespace = self._namespaces[query.namespace]
         tallies, out = self._states.tallies(query.namespace), self._states.suspended(query.partition)
         neighbours: list[Neighbour] = []
         wordings: dict[bytes, bytes] = {}  # the nearest of each group, where that is none of its prompts
-        for number, similarity in sorted(nearest.items(), key=lambda one: -one[1]):
+        # equal cosines in an order that no index makes: it decides which are among the `count`
+        ranked = sorted(
+            (-round(similarity, 6), self._keys[number].exact, number) for number, similarity in nearest.items()
+        )
+        for farness, _, number in ranked:
             wording = self._keys[number]
             key = self._answered(wording)
             if key is None:  # that answer is gone
@@ -339,12 +392,12 @@ class SemanticCache:
             right, wrong = tallies.get(key.group, (0.0, 0.0))
             neighbours.append(
                 Neighbour(
-                    similarity=min(1.0, round(similarity, 6)),
+                    similarity=min(1.0, -farness),
                     text=wording.text,
                     exact=key.exact,
                     age_s=max(0.0, now - key.created_at),
                     group=key.group,
-                    keys=namespace.groups[key.group],
+                    keys=math.ceil(namespace.groups[key.group] / self.shares.get(query.namespace, 1.0)),
                     right=right,
                     wrong=wrong,
                     is_suspended=bool(out) and (b"a" + key.answer in out or b"g" + key.group in out),
@@ -441,10 +494,8 @@ class SemanticCache:
     def is_settled(self) -> bool:
         return not self._settling
 
-    def take_unsaved(self) -> list[tuple[Partition, bytes, bytes]]:
-        """Vectors made here since the last call, for the store: partition, exact, float16 bytes and,
-        where not all of the prompt was embedded, a digest of what was.
-        """
+    def take_unsaved(self) -> list[PlacedKey]:
+        """Keys whose vectors were made here since the last call, for the store."""
         unsaved, self._unsaved = self._unsaved, []
         return unsaved
 
@@ -484,22 +535,10 @@ class SemanticCache:
                 self._regroup(key, record.group or key.answer)
             heapq.heappush(self._expiries, (key.expires_at, known))
             return
-        prompt = pieces.split(record.partition, record.context, record.text)
-        if prompt is None:
-            return  # nothing of it is compared by meaning
-        key = _Key(
-            number=next(self._numbers),
-            partition=record.partition,
-            exact=record.exact,
-            compat=record.compat,
-            prompt=prompt,
-            rooms=tuple(_rooms(record.partition + record.compat, prompt, ANCHORS)),
-            created_at=record.created_at,
-            expires_at=record.expires_at,
-            group=record.group or answer_name(record.of or record.exact, record.created_at),
-            text=prompt.text,
-            of=record.of,
-        )
+        added = self._key_of(record)
+        if added is None:
+            return
+        key, prompt = added, added.prompt
         self._keys[key.number] = key
         self._by_entry[entry] = key.number
         heapq.heappush(self._expiries, (key.expires_at, key.number))
@@ -522,6 +561,26 @@ class SemanticCache:
         while len(self._keys) > self._keys_max:
             self._drop(next(iter(self._keys)))
 
+    def _key_of(self, record: PromptAdded) -> _Key | None:
+        """The key of a prompt; None where nothing of it is compared by meaning."""
+        prompt = pieces.split(record.partition, record.context, record.text)
+        if prompt is None:
+            return None
+        return _Key(
+            number=next(self._numbers),
+            partition=record.partition,
+            exact=record.exact,
+            compat=record.compat,
+            prompt=prompt,
+            rooms=tuple(_rooms(record.partition + record.compat, prompt, ANCHORS)),
+            created_at=record.created_at,
+            expires_at=record.expires_at,
+            group=record.group or answer_name(record.of or record.exact, record.created_at),
+            text=prompt.text,
+            of=record.of,
+            is_counted=record.is_counted,
+        )
+
     def _ask_anew(self, keys: Iterable[_Key]) -> None:
         """Find the questions of long messages beside those that have come since."""
         for key in keys:
@@ -537,13 +596,19 @@ class SemanticCache:
             return
         for name in key.rooms:
             self._rooms[name].pending[key.number] = None
-        check = _check(key)
-        if len(vector) == 2 * self.dims + len(check) and vector.endswith(check):
-            self._put_vector(key, np.frombuffer(vector, "<f2", self.dims).astype(np.float32))
+        known = self._stored_vector(key, vector)
+        if known is not None:
+            self._put_vector(key, known.astype(np.float32))
         elif self._encoder.knows(*key.asked):
             self._put_vectors([key], self._encoder.encode([key.asked]))
         else:
             self._settling |= {name: None for name in key.rooms if self._rooms[name].keys > 1}
+
+    def _stored_vector(self, key: _Key, vector: bytes) -> NDArray[np.float16] | None:
+        """A vector as it was stored, if it is of what asks in the key's prompt."""
+        check = _check(key)
+        is_its = len(vector) == 2 * self.dims + len(check) and vector.endswith(check)
+        return np.frombuffer(vector, "<f2", self.dims) if is_its else None
 
     def _take_vector(self, key: _Key) -> None:
         for name in key.rooms:
@@ -552,8 +617,12 @@ class SemanticCache:
                 self._index.remove(name, key.number)
         if key.is_embedded:
             key.is_embedded = False
+            self._count_words(key, -1)
+
+    def _count_words(self, key: _Key, sign: int) -> None:
+        if key.is_counted:
             with read_for(key.partition):
-                self._states.of(key.namespace).word_counts.add(key.text, -1)
+                self._states.of(key.namespace).word_counts.add(key.text, sign)
 
     def _drop(self, number: int | None) -> None:
         key = self._keys.pop(number, None) if number is not None else None
@@ -620,7 +689,7 @@ class SemanticCache:
                     self._drop(key.number)  # no vector says what it means: not eligible
                 continue
             stored = vector.astype(np.float16)
-            self._unsaved.append((key.partition, key.exact, stored.tobytes() + _check(key)))
+            self._unsaved.append(_placed(key, stored))
             self._put_vector(key, stored.astype(np.float32))
 
     def _put_vector(self, key: _Key, vector: NDArray[np.float32]) -> None:
@@ -630,8 +699,7 @@ class SemanticCache:
         pending = [self._rooms[name].pending.pop(key.number, key) is None for name in key.rooms]
         if any(pending):
             key.is_embedded = True
-            with read_for(key.partition):
-                self._states.of(key.namespace).word_counts.add(key.text)
+            self._count_words(key, 1)
             for name in key.rooms:
                 self._index.add(name, key.number, vector)
 
@@ -643,6 +711,11 @@ def _rooms(namespace: bytes, prompt: Prompt, count: int) -> list[bytes]:
         return [namespace]
     digest = functools.partial(hashlib.blake2b, digest_size=_ROOM_BYTES, person=b"sw.room")
     return [namespace + digest(name.encode("utf-8", "surrogatepass")).digest() for name in names]
+
+
+def _placed(key: _Key, vector: NDArray[np.float16]) -> PlacedKey:
+    rooms = tuple(map(room_id, key.rooms))
+    return PlacedKey(key.partition, key.exact, rooms, key.expires_at, vector.astype("<f2").tobytes() + _check(key))
 
 
 def _check(key: _Key) -> bytes:

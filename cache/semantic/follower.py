@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from cache.entry import unpack_context
 from cache.events import AnswersSketched, EntriesDropped, EntryAdded, LogRecord, VerdictAdded
 from cache.exact.log import EntryLog, LogPosition
-from cache.exact.store import EntryStore, Sketched
+from cache.exact.store import EntryStore, PartitionSize, Sketched
 from cache.fingerprint import Partition
 from cache.redis_client import REDIS_FAILURES, Redis
 from cache.semantic.cache import EntryKey, PromptAdded, Record, SemanticCache, SketchAdded
@@ -33,8 +33,14 @@ _LISTENED_S = 1.0  # at a time: a lookup that comes while Redis gets the next re
 _RETRY_S = 0.25
 
 T = TypeVar("T")
+Vectors = Sequence[bytes | None]
 
 _log = logging.getLogger("cache.worker")  # not __name__: operators know the process by this name
+
+
+class BetweenLookups(Protocol):
+    async def __call__(self, work: Callable[[], T], /) -> T:
+        """Do a small piece of work on the cache between lookups, and return its result."""
 
 
 @dataclass(slots=True)
@@ -160,7 +166,7 @@ class Follower:
 
     async def _rebuild(self) -> LogPosition:
         end = await self._store.log.end(uuid.uuid4().bytes)
-        sizes = await self._store.sizes()
+        sizes = await self._sizes()
         self.progress = FollowerProgress(total=sum(size.entries for size in sizes))
         seen: set[EntryKey] = set()
         self._read_to.clear()
@@ -177,6 +183,10 @@ class Follower:
         await self._run(lambda: self._cache.retain(seen))
         return end
 
+    async def _sizes(self) -> list[PartitionSize]:
+        """The partitions that a rebuild reads."""
+        return await self._store.sizes()
+
     async def _resolve(self, records: Sequence[LogRecord]) -> None:
         """Fold the records, with the store's facts on each entry that came, in one round trip; entries
         that are gone again are left out.
@@ -192,14 +202,13 @@ class Follower:
                 self._sketched.setdefault(record.partition, {}).update(dict.fromkeys(record.exacts))
             elif isinstance(record, VerdictAdded):
                 verdicts[record.partition] = None
-        # had no entries when the rebuild came by
-        verdicts |= dict.fromkeys(partition for partition in came if partition not in self._read_to)
+        verdicts = self._to_read(verdicts, came)
         facts, judged = await asyncio.gather(
             asyncio.gather(*(self._added(partition, list(exacts)) for partition, exacts in came.items())),
             asyncio.gather(*map(self._new_verdicts, verdicts)),
         )
         for partition, added in zip(came, facts, strict=True):
-            came[partition].update((prompt.exact, prompt) for prompt in added)
+            came[partition].update((prompt.exact, prompt) for prompt in self._wanted(added))
         resolved: list[Record] = []
         for record in records:
             if isinstance(record, EntriesDropped):
@@ -207,6 +216,14 @@ class Follower:
             elif isinstance(record, EntryAdded) and (prompt := came[record.partition][record.exact]) is not None:
                 resolved.append(prompt)
         await self._fold([*resolved, *self._take(judged)])
+
+    def _to_read(self, announced: Iterable[Partition], came: Iterable[Partition]) -> dict[Partition, None]:
+        """The partitions whose verdicts are read: also those that had no entries when the rebuild came by."""
+        return dict.fromkeys((*announced, *(partition for partition in came if partition not in self._read_to)))
+
+    def _wanted(self, added: Sequence[PromptAdded]) -> Sequence[PromptAdded]:
+        """Of the keys that came, those that the cache takes in."""
+        return added
 
     async def _new_verdicts(self, partition: Partition) -> tuple[Partition, bytes, list[Record]]:
         """The verdicts of a partition since the last read, and the position after them.
@@ -227,14 +244,18 @@ class Follower:
         self._read_to.update((partition, position) for partition, position, _ in judged)
         return [record for _, _, records in judged for record in records]
 
-    async def _added(self, partition: Partition, exacts: Sequence[bytes]) -> list[PromptAdded]:
-        """Those entries that can be found by meaning, with the groups of their answers and the vectors
-        that this or another host made before; in one round trip.
+    async def _vectors(self, partition: Partition, exacts: Sequence[bytes], known: Vectors = ()) -> Vectors:
+        """The vectors that this or another host made before."""
+        return known or await self._store.lookup_vectors(partition, self._embedder_key, exacts)
+
+    async def _added(self, partition: Partition, exacts: Sequence[bytes], known: Vectors = ()) -> list[PromptAdded]:
+        """Those entries that can be found by meaning, with the groups of their answers and their vectors,
+        which are read too unless `known` has them; in one round trip.
         """
         abouts, groups, vectors = await asyncio.gather(
             self._store.lookup_abouts(partition, exacts),
             self._verdicts.groups(partition, exacts),
-            self._store.lookup_vectors(partition, self._embedder_key, exacts),
+            self._vectors(partition, exacts, known),
         )
         if b"" in vectors:
             self._warn_of_another_embedder()
@@ -272,8 +293,8 @@ class Follower:
 
     async def _save_vectors(self) -> None:
         by_partition: dict[Partition, list[tuple[bytes, bytes]]] = {}
-        for partition, exact, vector in await self._run(self._cache.take_unsaved):
-            by_partition.setdefault(partition, []).append((exact, vector))
+        for key in await self._run(self._cache.take_unsaved):
+            by_partition.setdefault(key.partition, []).append((key.exact, key.vector))
         for partition, vectors in by_partition.items():
             await self._store.store_vectors(partition, self._embedder_key, vectors)
 

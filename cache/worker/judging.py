@@ -9,26 +9,19 @@ can be remembered of its text is remembered for its partition alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Protocol, TypeVar
 
 from cache.encoder.types import Encoded
 from cache.fingerprint import Partition
 from cache.semantic.cache import SemanticCache, SketchAdded
+from cache.semantic.follower import BetweenLookups
 from cache.verdicts.prose import Sketch, pieces, sketch
 from cache.verdicts.records import answer_name
 from cache.worker.messages import AnswerText, AskJudge, Judged
 from cache.worker.queue import EMBED_CHARS, EMBED_TEXTS, fitting
 
 _OTHERS_SKETCHED_MAX = 1
-
-T = TypeVar("T")
-
-
-class BetweenLookups(Protocol):
-    async def __call__(self, work: Callable[[], T], /) -> T:
-        """Do a small piece of work on the cache between lookups, and return its result."""
 
 
 class AnswerJudging:

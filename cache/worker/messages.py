@@ -58,6 +58,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     lookups: int = 0
     batches: int = 0
     rule: str = ""  # names what the rule looks at; another one learns anew
+    index: str = ""  # why the vector engine does not answer
 
     @property
     def is_ready(self) -> bool:

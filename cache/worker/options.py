@@ -19,6 +19,9 @@ class WorkerOptions:
     redis: Annotated[str, "URL; default: $SAMEWAY_REDIS_URL"] = field(
         default_factory=lambda: os.environ.get("SAMEWAY_REDIS_URL", "")
     )
+    index: Annotated[str, "URL of a vector engine; default: $SAMEWAY_INDEX_URL, or FAISS"] = field(
+        default_factory=lambda: os.environ.get("SAMEWAY_INDEX_URL", "")
+    )
     embedder: Annotated[str, "a sentence-transformers model by name or path"] = "default"
     device: Annotated[Literal["auto", "cpu", "cuda"], "of the encoder"] = "auto"
     precision: Annotated[Literal["auto", "float32", "bfloat16"], "of the encoder"] = "auto"

@@ -45,7 +45,9 @@ from ipc import IncomingCall, RpcServer, add_options, options_from
 
 if TYPE_CHECKING:
     from cache.semantic.cache import SemanticCache
+    from cache.semantic.engine import VectorEngine
     from cache.semantic.follower import Follower
+    from cache.semantic.proposals import ProposalFollower
     from cache.worker.judging import AnswerJudging
 
 T = TypeVar("T")
@@ -61,6 +63,7 @@ _FOLLOW_S = 0.25
 _RETRIES_S = (1.0, 2.0, 5.0, 15.0)
 _STATE_PERIOD_S = 0.25
 _REDIS_TIMEOUT_S = 1.0
+_ENGINE_TIMEOUT_S = 2.0  # of a write; a lookup waits for less
 _THREADS = 2  # a short text takes two thirds of the time on two, and a tenth more of the processor
 
 
@@ -78,15 +81,17 @@ class Worker:
         self._lookups: deque[Lookup] = deque()
         self._has_lookups = asyncio.Event()
         self._spare = SpareTime()
+        self._proposals: ProposalFollower | None = None
         self._judging: AnswerJudging | None = None
         self._judging_turn = asyncio.Lock()
         self._judgings = 0  # that wait, or are under way
         self._failure = ""
+        self._exit_status = 0
         self._counts = [0, 0]  # lookups, batches
 
-    async def run(self) -> None:
-        """Serve until SIGTERM, SIGINT or the parent's death. Raises OSError if it cannot listen on
-        the socket.
+    async def run(self) -> int:
+        """Serve until SIGTERM, SIGINT or the parent's death. Returns the process' exit status: EX_CONFIG
+        if the vector engine lacks a part. Raises OSError if it cannot listen on the socket.
         """
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -102,6 +107,7 @@ class Worker:
         await asyncio.wait(tasks)
         for task in done:
             task.result()  # a task that ended by itself ended by a bug: say it
+        return self._exit_status
 
     # --- loading and following
 
@@ -122,10 +128,27 @@ class Worker:
         from cache.worker.judging import AnswerJudging
 
         redis, listening = (RedisLink(self._options.redis, times * _REDIS_TIMEOUT_S) for times in (1, 2))
-        self._follower = Follower(redis, cache, self._thread, key, self._options.size_bytes_max, listening)
+        parts = redis, cache, self._thread, key, self._options.size_bytes_max, listening
         self._judging = AnswerJudging(cache)
+        if not self._options.index:
+            self._follower, self._cache = Follower(*parts), cache
+            await asyncio.gather(self._follow(cache), self._follower.listen())
+            return
+        from cache.semantic.engine import EngineUnfit
+        from cache.semantic.proposals import ProposalFollower
+
+        engine = _engine(self._options.index, cache.dims, key)
+        self._follower = self._proposals = ProposalFollower(*parts, engine=engine, encoding=self._encoding)
         self._cache = cache
-        await asyncio.gather(self._follow(cache), self._follower.listen())
+        try:
+            await asyncio.gather(
+                self._follow(cache), self._follower.listen(), self._proposals.index(self._between_lookups)
+            )
+        except EngineUnfit as error:
+            _log.error("%s", error)
+            self._exit_status = os.EX_CONFIG
+        finally:
+            await engine.aclose()
 
     def _report_failure(self, error: Exception) -> None:
         """Keep why the embedder cannot be loaded, and log each new reason once. The worker tries
@@ -217,6 +240,22 @@ class Worker:
         for (job, _), neighbourhood in zip(lookups, near, strict=True):
             job.reply(neighbourhood)
 
+    def _await_batch(self, job: Job, ask: wire.AskLookup) -> None:
+        self._lookups.append((job, ask))
+        self._has_lookups.set()
+        self._spare.lookup()
+
+    async def _bring(self, proposals: ProposalFollower, job: Job, ask: wire.AskLookup) -> None:
+        """Let a lookup wait for what the engine proposes; no other waits with it."""
+        from cache.semantic.engine import EngineAway
+
+        try:
+            await proposals.bring(ask.query)
+        except EngineAway:
+            job.reply(Neighbourhood(Miss(MissReason.INDEX), ()))
+        else:
+            self._await_batch(job, ask)
+
     async def _embed(self, job: Job, ask: wire.AskEmbed) -> None:
         """Answer with the vectors of a few texts. Raises TextTooLong."""
         assert self._cache is not None
@@ -278,10 +317,10 @@ class Worker:
             return self._embed(job, ask)
         elif isinstance(ask, wire.AskJudge):
             return self._judge(job, ask)
+        elif self._proposals is not None and not self._proposals.has_all(ask.query):
+            return self._bring(self._proposals, job, ask)
         else:
-            self._lookups.append((job, ask))
-            self._has_lookups.set()
-            self._spare.lookup()
+            self._await_batch(job, ask)
         return None
 
     def _status(self) -> wire.WorkerStatus:
@@ -299,6 +338,7 @@ class Worker:
             lookups=self._counts[0],
             batches=self._counts[1],
             rule=cache.rule_name.hex(),
+            index=self._proposals.trouble if self._proposals is not None else "",
         )
 
 
@@ -342,6 +382,15 @@ def _load(options: WorkerOptions) -> tuple[SemanticCache, bytes]:
     return SemanticCache(embedder, rule, keys_max=options.keys_max, index=index), embedder.info.key
 
 
+def _engine(url: str, dims: int, embedder_key: bytes) -> VectorEngine:
+    """The engine at a URL of Redis or PostgreSQL; nothing is sent yet."""
+    from cache.semantic.postgres_engine import PostgresEngine
+    from cache.semantic.redis_engine import RedisEngine
+
+    engine = PostgresEngine if url.startswith("postgres") else RedisEngine
+    return engine(url, dims, embedder_key, _ENGINE_TIMEOUT_S)
+
+
 def _find(cache: SemanticCache, lookups: list[Lookup]) -> list[Neighbourhood]:
     asks = [ask for _, ask in lookups]
     near = cache.near([ask.query for ask in asks], max(ask.count for ask in asks))
@@ -369,5 +418,5 @@ def main(argv: list[str] | None = None) -> int:
     )
     _log.setLevel(logging.INFO)
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(Worker(options).run(), loop_factory=Loop)
+        return uvloop.run(Worker(options).run(), loop_factory=Loop)
     return 0

@@ -25,7 +25,7 @@ CAUSES: Mapping[str, str] = {
     "loading": "The encoder was not ready yet: it loads in seconds after a start.",
     "off": "Turned off, by the settings, the team or the request.",
     "ineligible": "Only chats that end with one text of the user, within the encoder's window, are found by meaning.",
-    "outage": "The cache worker or Redis did not answer in time: see the status page.",
+    "outage": "The cache worker, the vector engine or Redis did not answer in time: see the status page.",
     "gone": "The cached answer had expired, was evicted or too old: raise `cache.ttl_s` or `cache.size_bytes_max`.",
     "other": "",
 }
@@ -41,7 +41,7 @@ _REASONS = {
     "loading": "loading",
     "off": "off off_for_team no-cache",
     "ineligible": "not_eligible too_long",
-    "outage": "timeout unavailable",
+    "outage": "timeout unavailable index",
     "gone": "gone absent expired too_old unreadable",
 }
 CAUSE_OF = {reason: cause for cause, reasons in _REASONS.items() for reason in reasons.split()}

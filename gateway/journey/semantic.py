@@ -40,6 +40,11 @@ _STORES_AWAITED_S = 0.25  # for an answer that is being stored
 OBSERVED = "observed"
 """The miss reason of a hit that is not served, as a verifier only observes."""
 _VERIFIED_S = 3_600.0  # after which the rule decides again about a prompt that it found to mean the same
+_DEGRADED = {
+    MissReason.TIMEOUT: ("cache_worker",),
+    MissReason.UNAVAILABLE: ("cache_worker",),
+    MissReason.INDEX: ("vector_engine",),
+}
 _WORDS_P = 0.998  # of a hit by the same words: as sure as the rule can be
 
 
@@ -112,6 +117,7 @@ class SemanticLookup:
         self._bounds = bounds
         self._volatile = tuple(map(compile_pattern, settings.cache.volatile))
         self._clock = clock
+        self._starting: asyncio.Future[None] | None = None
         self.errors = ErrorAccount(settings.workers)
         # by compat: the latest answer on its way to Redis
         self._stores: dict[bytes, asyncio.Future[None]] = {}
@@ -151,8 +157,9 @@ class SemanticLookup:
         if storing is not None:  # an answer that this worker is storing may be the hit
             await asyncio.wait((storing,), timeout=_STORES_AWAITED_S)
         bound = self._bounds.bound(team, alias.name, controls.error_max)
-        self.errors.pay(fingerprint.compat, bound.error_max)
         verification = self.verification(controls, team, alias)
+        if self.errors.pay(fingerprint.compat, bound.error_max) and verification.is_asked_first:
+            self._starting = asyncio.ensure_future(self._start(fingerprint, bound.error_max))
         query = Query(
             partition=fingerprint.partition,
             compat=fingerprint.compat,
@@ -178,18 +185,24 @@ class SemanticLookup:
             return SemanticResult(similarity=near, miss_reason=OBSERVED, question=question, would=would)
         return SemanticResult(pointed.entry, result.similarity, bound.error_max, question=question, trial=result.trial)
 
+    async def _start(self, fingerprint: Fingerprint, error_max: float) -> None:
+        """Give a new namespace what it starts with, if no other workers of any host took that before."""
+        with contextlib.suppress(CacheUnavailable):
+            if await self._exact.count_start(fingerprint) <= self._settings.workers:
+                self.errors.start(fingerprint.compat, error_max)
+
     def _missed(self, result: Miss | Undecided, fingerprint: Fingerprint, bound: Bound) -> SemanticResult:
         undecided = result if isinstance(result, Undecided) else None
         miss = result.miss if isinstance(result, Undecided) else result
         is_cut = miss.reason is MissReason.EMPTY and fingerprint.compat in self._cut
-        nearest, is_away = miss.nearest, miss.reason in (MissReason.TIMEOUT, MissReason.UNAVAILABLE)
+        nearest = miss.nearest
         return SemanticResult(
             similarity=nearest.similarity if nearest is not None else None,
             error_max=bound.error_max,
             miss_reason=(MissReason.CUT if is_cut else miss.reason).value,
             nearest=nearest.text if nearest is not None and self._settings.log_prompts else "",
             trial=miss.trial,
-            degraded=("cache_worker",) if is_away else (),
+            degraded=_DEGRADED.get(miss.reason, ()),
             undecided=undecided,
         )
 

@@ -37,7 +37,7 @@ from gateway.telemetry.parts import GatewayPart, PartHealth
 _LOOK_EVERY_S = 0.5
 _LOOK_TIMEOUT_S = 6.0  # longer than the time-outs of Redis and the cache worker: only the database can be late
 _DESCRIPTORS_SHARE_MAX = 0.9
-_CACHE_WORKER = "cache worker"
+_CACHE_WORKER, _VECTOR_ENGINE = "cache worker", "vector engine"
 _LACKS = "its user lacks a permission"
 # a write that changes nothing fails if writes do (disk or memory full, a replica), or scripts
 _WRITE = "return redis.pcall('SETRANGE', KEYS[1], 0, '')"
@@ -155,8 +155,17 @@ class HealthMonitor:
                 PartHealth.OK if cache.is_ready else away,
                 detail,
             ),
+            *self._engine(),
             *(self._part(deployment) for deployment in self.fleet.deployments),
         ]
+
+    def _engine(self) -> list[GatewayPart]:
+        """The vector engine, if the settings name one."""
+        if self.settings.cache.index_url is None:
+            return []
+        away = self._cache.index if self._cache.state is not WorkerState.AWAY else "not known"
+        detail = f"{away}; lookups by meaning that need it are misses" if away else ""
+        return [GatewayPart(_VECTOR_ENGINE, PartHealth.DOWN if away else PartHealth.OK, detail)]
 
     def _part(self, deployment: Deployment) -> GatewayPart:
         if deployment.is_available is None:
@@ -179,7 +188,7 @@ class HealthMonitor:
         # before the first readiness every part must be ready, except deployments that are down, not
         # starting, and an embedder that can't be loaded; afterwards each alias needs only one
         # available deployment
-        may_be_down = {deployment.name for deployment in self.fleet.deployments}
+        may_be_down = {_VECTOR_ENGINE, *(deployment.name for deployment in self.fleet.deployments)}
         if self._cache.state is WorkerState.FAILED:
             may_be_down.add(_CACHE_WORKER)
         is_up = all(

@@ -222,8 +222,8 @@ def test_how_records_are_folded_does_not_matter(plan: list[tuple[bool, int, int]
             one(following, query("3 of ten TEXT", seed=0))
     while following.settle():
         pass
-    for partition, exact, data in following.take_unsaved():
-        saved[partition, exact] = data
+    for key in following.take_unsaved():
+        saved[key.partition, key.exact] = key.vector
     state: dict[bytes, PromptAdded] = {}
     for record in records:
         if isinstance(record, PromptAdded):
@@ -251,7 +251,7 @@ def test_only_what_is_asked_beside_is_embedded(clock: Clock) -> None:
     one(cache, query("second"))
     one(cache, query("first"))
     assert len(embedder.encoded) == 2
-    assert [exact for _, exact, _ in cache.take_unsaved()] == [ask("first").exact, ask("second").exact]
+    assert [key.exact for key in cache.take_unsaved()] == [ask("first").exact, ask("second").exact]
 
 
 def test_what_was_prepared_is_not_embedded_again(clock: Clock) -> None:

@@ -529,3 +529,10 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_vector_engine_without_a_part_ends_the_worker(server: RedisServer) -> None:
+    """With the status of a bad configuration, by which the supervisor starts it no more, and a line that names the part."""
+    with run_worker(server.url, "--index", server.url) as worker:
+        assert worker.process.wait(60) == os.EX_CONFIG
+        assert "the server has no FT.CREATE" in worker.log()

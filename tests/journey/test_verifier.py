@@ -247,7 +247,7 @@ async def test_a_key_for_some_models_may_have_its_verifier(world: World) -> None
 
 
 async def test_the_same_wording_is_asked_about_once(world: World) -> None:
-    """Its yes is remembered, also at another worker, and charged its risk each time; then it is asked about again."""
+    """Its yes is remembered, and charged its risk each time; then it is asked about again."""
     await stored(world, p=0.6)
     says(world, "1")
     assert (await world.ask(SECOND)).cache == "semantic"
@@ -255,12 +255,18 @@ async def test_the_same_wording_is_asked_about_once(world: World) -> None:
     assert (again.cache, again.headers["x-sameway-verified"]) == ("semantic", "true")
     record = await world.record(again)
     assert (record.verifier.verifier, record.verifier.verdict) == ("reader", "remembered")
-    other = await world.another()
-    assert (await other.ask(SECOND)).cache == "semantic"
-    assert len(seen(world)) + len(seen(other)) == 1
     sources = [(await world.ask(SECOND)).cache for _ in range(90)]
     assert sources == ["semantic"] * 41 + ["miss"] + ["exact"] * 48
     assert [one.get("new_request") for one in seen(world)[1:]][:1] == [None]
+
+
+async def test_a_namespace_starts_once_over_all_workers(world: World) -> None:
+    """What a hundred requests pay was given to the first: another one serves nothing on a yes until its requests have paid."""
+    await stored(world, p=0.6)
+    says(world, "1")
+    assert (await world.ask(SECOND)).cache == "semantic"
+    other = await world.another()
+    assert (await other.ask(SECOND)).cache == "miss"
 
 
 async def test_of_a_long_prompt_the_part_that_asks_is_shown(world: World) -> None:
