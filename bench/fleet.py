@@ -1,6 +1,6 @@
 """`./run bench fleet`: two hosts on one Redis Cluster and one PostgreSQL, while each part in turn is lost under load.
 
-    ./run bench fleet [--index URL|redis|pgvector] [--users 12] [--seconds 12] [--only NAME ...] [--json FILE]
+    ./run bench fleet [--has-index] [--users 12] [--seconds 12] [--only NAME ...] [--json FILE]
 
 The cluster has three masters with a replica each; the database has a standby that follows synchronously, and its address moves when
 the standby is promoted, as a managed database's does. Users ask through the two hosts in turn, and go to the other where a host
@@ -36,7 +36,7 @@ from bench.faults import books_of
 from policies.holds import LEDGER_STREAM
 from tests.e2e.gateway import API_KEY, Gateway, deployment
 from tests.e2e.upstream import Upstream, run_upstream
-from tests.services import PostgresServer, RedisCluster, run_redis_cluster
+from tests.services import PostgresServer, RedisCluster, RedisServer, run_query_engine, run_redis_cluster
 
 _NODE_TIMEOUT_MS = 2_000
 _TIMEOUT_S = 60.0
@@ -210,6 +210,13 @@ def _kill_host(fleet: Fleet, number: int) -> None:
     host.wait_ready()
 
 
+def _kill_engine(engine: RedisServer, seconds: float) -> None:
+    """Kill the vector engine; it comes back without its index."""
+    engine.kill()
+    time.sleep(seconds)
+    engine.start()
+
+
 def _roll(fleet: Fleet) -> None:
     """Restart the hosts one after the other, each with a configuration that has one model more."""
     for host in fleet.hosts:
@@ -290,7 +297,9 @@ def _rows(fleet: Fleet) -> Iterator[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench; returns 0 if every bound holds, else 1."""
     parser = argparse.ArgumentParser(prog="./run bench fleet", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--index", help="a vector engine's URL, as `cache.index_url` has it")
+    parser.add_argument(
+        "--has-index", action="store_true", help="vectors are in Redis' query engine, which is killed too"
+    )
     parser.add_argument("--users", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=12.0, help="at least, of each fault")
     parser.add_argument("--only", nargs="*", help="these faults")
@@ -304,8 +313,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         stack.callback(database.stop)
         upstream = stack.enter_context(run_upstream())
         shared = {"redis_url": cluster.url, "database_url": database.url}
-        fleet = stack.enter_context(_fleet(upstream, folder, shared, arguments.index))
-        asyncio.run(_through(fleet, _faults(fleet, cluster, database), arguments))
+        engine = stack.enter_context(run_query_engine()) if arguments.has_index else None
+        fleet = stack.enter_context(_fleet(upstream, folder, shared, engine.url if engine is not None else None))
+        faults = _faults(fleet, cluster, database)
+        if engine is not None:
+            faults["the vector engine is killed"] = lambda: _kill_engine(engine, arguments.seconds)
+        asyncio.run(_through(fleet, faults, arguments))
         billed = {one.request_id for one in fleet.asked if one.end == "ok" and one.source in ("miss", "bypass")}
         books = books_of(fleet.hosts[0], billed)
         rows = list(_rows(fleet))
