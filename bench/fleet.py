@@ -36,7 +36,14 @@ from bench.faults import books_of
 from policies.holds import LEDGER_STREAM
 from tests.e2e.gateway import API_KEY, Gateway, deployment
 from tests.e2e.upstream import Upstream, run_upstream
-from tests.services import PostgresServer, RedisCluster, RedisServer, run_query_engine, run_redis_cluster
+from tests.services import (
+    PostgresServer,
+    RedisCluster,
+    RedisServer,
+    postgres_binaries,
+    run_query_engine,
+    run_redis_cluster,
+)
 
 _NODE_TIMEOUT_MS = 2_000
 _TIMEOUT_S = 60.0
@@ -71,12 +78,12 @@ class Database:
 
     def __init__(self, folder: Path) -> None:
         self._address = folder / "pg"
-        self.primary = PostgresServer(_made(folder / "first"))
+        self.primary = PostgresServer(_made(folder / "first"), postgres_binaries())
         self.primary.start()
         self._address.symlink_to(self.primary.folder)
         url = self.primary.create_database()
         self.url = url.replace(str(self.primary.folder), str(self._address))
-        self.standby = PostgresServer(_made(folder / "second"))
+        self.standby = PostgresServer(_made(folder / "second"), postgres_binaries())
         self.standby.follow(self.primary)
         self.primary.sql("ALTER SYSTEM SET synchronous_standby_names = '*'", "SELECT pg_reload_conf()")
 
