@@ -508,6 +508,9 @@ class CacheSettings(_Section):
 class BudgetSettings(_Section):
     on_redis_failure: Literal["refuse", "allow"] = "refuse"
     """teams with a hard budget while Redis, which holds the budgets, is away"""
+    redis_wait_s: float = Field(5, ge=0, le=60)
+    """seconds from when Redis went away until such a team is refused: its requests wait, as a
+    fail-over ends within it"""
     hold_lease_s: int = Field(60, ge=5)
     """seconds until the reservations of a dead worker are released"""
 

@@ -16,7 +16,7 @@ from gateway.admin.format import utc
 from gateway.admin.guard import Acting
 from gateway.admin.parts import WorkerParts
 from gateway.admin.queries import Id
-from gateway.journey.budget import amount_words
+from gateway.journey.budget_words import amount_words
 from policies import Budget
 from policies.holds import BudgetState
 from policies.pace import pace_of

@@ -32,7 +32,7 @@ import msgspec
 
 from gateway.accounts.accounts import Accounts
 from gateway.alerts.webhook import DeliveryFailed
-from gateway.journey.budget import amount_words, subject_words
+from gateway.journey.budget_words import amount_words, subject_words
 from gateway.loggers import get_logger
 from gateway.settings import AlertSettings
 from policies import Budgets

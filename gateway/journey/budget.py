@@ -8,10 +8,10 @@ has lost it, from this process or a later one.
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 import msgspec
 from redis.exceptions import RedisError, ResponseError
@@ -19,17 +19,16 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.accounts import Identity, LedgerRow, decode_row, encode_row
 from gateway.accounts.spool import NOWHERE, Spool
+from gateway.journey.budget_words import refusal_of
 from gateway.loggers import get_logger
 from gateway.settings import BudgetSettings
-from gateway.wire.errors import BudgetExceeded, Unavailable
-from policies import Budget, Budgets, Hold, NotReady, Refused
+from gateway.wire.errors import Unavailable
+from policies import Budgets, Hold, NotReady, Refused
+from policies.budgets import Intent
 from policies.counters import Need
-from policies.durations import duration_s
-from policies.holds import BudgetState
-from policies.prices import dollars
-from policies.windows import TEAM, Unit, Window, WindowKind
 
 _RETRY_EVERY_S = 0.5
+_HELD_AGAIN_S = 0.1
 _ADOPT_EVERY_S = 5.0
 _CONFIRM_EVERY_S = 2.0
 _LAST_CONFIRM_S = 1.0
@@ -56,6 +55,7 @@ class Money:
         self._spool = spool
         self._saved = saved
         self._living: dict[str, Hold] = {}
+        self._away_since: float | None = None  # when Redis first failed of late, by the steady clock
         self._unsettled: deque[_Unsettled] = deque()
         self._settled: dict[str, range] = {}  # where the spool has rows, by their ids
         self._written: deque[tuple[int, dict[str, range]]] = deque()  # the same, by a time when Redis had the rows
@@ -79,7 +79,7 @@ class Money:
         budgets = identity.at_deployments if at_deployment else identity.budgets
         intent = self._budgets.intended(hold_id, identity.team.id, budgets, need)
         try:
-            outcome = await self._budgets.hold(intent, self._settings.hold_lease_s)
+            outcome = await self._held(intent)
         except asyncio.CancelledError:  # Redis may hold it already, until its lease ends
             await self.release(intent.whole())  # the link sends it after the hold
             raise
@@ -90,10 +90,26 @@ class Money:
                 ) from error
             outcome = self._budgets.unreserved(hold_id, identity.team.id)
         if isinstance(outcome, Refused):
-            raise _refusal(identity, outcome)
+            raise refusal_of(identity, outcome)
         if outcome.is_held:
             self._living[hold_id] = outcome
         return outcome
+
+    async def _held(self, intent: Intent) -> Hold | Refused:
+        """Hold the money; wait for a Redis that went away just now. Raises RedisError, NotReady."""
+        while True:
+            try:
+                outcome = await self._budgets.hold(intent, self._settings.hold_lease_s)
+            except (RedisError, NotReady):
+                now = time.monotonic()
+                self._away_since = now if self._away_since is None else self._away_since
+                is_patient = self._settings.on_redis_failure == "refuse" and intent.is_hard
+                if not is_patient or now - self._away_since >= self._settings.redis_wait_s:
+                    raise
+                await asyncio.sleep(_HELD_AGAIN_S)
+            else:
+                self._away_since = None
+                return outcome
 
     async def settle(self, hold: Hold, row: LedgerRow) -> None:
         """Spend `row.cost_microusd` of the hold and release the rest; kept while Redis is away.
@@ -244,56 +260,3 @@ class Money:
         if self._unsettled:
             _log.warning("ledger_rows_left", rows=len(self._unsettled))
         self._spool.close()
-
-
-def _refusal(identity: Identity, refused: Refused) -> BudgetExceeded:
-    state, budget, limit = refused.state, refused.state.budget, refused.limit
-    window, is_money = window_words(budget), budget.unit is Unit.MONEY
-    verb, does = ("is", "cost") if is_money else ("are", "use")
-    message = (
-        f"Team {identity.team.name} has {'an' if window == 'hour' else 'a'} {window} budget of "
-        f"{amount_words(limit, budget.unit)}{subject_words(state)}: {amount_words(state.spent, budget.unit)} {verb} spent, "
-        f"{amount_words(state.held, budget.unit)} {verb} held by requests under way, and this request may {does} "
-        f"{amount_words(refused.amount, budget.unit)}."
-    )
-    if refused.amount > limit and budget.unit is not Unit.REQUESTS:  # it does not fit a new window either
-        message += " That is more than the whole budget: ask for a shorter answer with `max_tokens`."
-        return BudgetExceeded(message, None)
-    if refused.resets_in_s is None:
-        return BudgetExceeded(f"{message} It does not reset by itself: ask your admin to raise or reset it.", None)
-    does = "has room again" if budget.window is WindowKind.ROLLING else "resets"
-    message += f" The budget {does} in {duration_s(refused.resets_in_s)}{_at(state.window)}."
-    return BudgetExceeded(message, refused.resets_in_s)
-
-
-def window_words(budget: Budget) -> str:
-    """The window of a budget as an adjective: `day`, `total`, `rolling 24h`."""
-    if budget.window is not WindowKind.ROLLING:
-        return budget.window.value
-    return f"rolling {duration_s(budget.rolling_s)}"
-
-
-def amount_words(amount: int, unit: Unit) -> str:
-    """An amount with its unit."""
-    return f"${dollars(amount)}".rstrip("0").rstrip(".") if unit is Unit.MONEY else f"{amount:,} {unit.value}"
-
-
-def subject_words(state: BudgetState) -> str:
-    """What a budget limits, other than the team: ` for the user alice`."""
-    budget = state.budget
-    if budget.axis == TEAM:
-        return ""
-    axis = budget.axis.replace("tag:", "tag ", 1)
-    if budget.value is not None:
-        value = budget.value or "requests without one"
-    else:
-        value = {"-": "requests without one", "*": "values beyond those counted apart"}.get(state.value) or state.value[
-            1:
-        ]
-    return f" for the {axis} {value}" if not value.startswith(("requests ", "values ")) else f" for the {axis}, {value}"
-
-
-def _at(window: Window) -> str:
-    if window.end_ms is None or window.kind is WindowKind.ROLLING:
-        return ""
-    return f", at {datetime.fromtimestamp(window.end_ms / 1000, UTC):%Y-%m-%d %H:%M} UTC"

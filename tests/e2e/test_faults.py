@@ -34,7 +34,8 @@ def two_workers(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFac
         "large": {"deployments": [deployment(upstream_process.url, "large", "mock?huge=30000000")]},
         "paced": {"deployments": [deployment(upstream_process.url, "paced", "mock?pace_ms=15;chunks=12")]},
     }
-    config = {"workers": 2, "models": models, "budgets": {"hold_lease_s": 5}, "client_stall_s": 2}
+    budgets = {"hold_lease_s": 5, "redis_wait_s": 0}
+    config = {"workers": 2, "models": models, "budgets": budgets, "client_stall_s": 2}
     with run_gateway(tmp_path_factory.mktemp("faults"), config) as gateway:
         gateway.wait_ready()
         gateway.admin("POST", "/teams/1/budgets", json={"window": "day", "limit_microusd": 5_000_000, "is_hard": True})

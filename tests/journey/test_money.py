@@ -204,7 +204,7 @@ async def test_the_length_that_is_held_is_sent(world: World, team: Team) -> None
 
 async def test_money_fails_closed(open_a_world: OpenWorld, own_redis: RedisServer) -> None:
     """While Redis is away a team with a hard budget is refused, and one without any is served."""
-    world = await open_a_world(own_redis)
+    world = await open_a_world(own_redis, budgets={"redis_wait_s": 0})
     team = await world.team("with money")
     await world.budget(team, 1_000_000)
     own_redis.kill()
@@ -216,6 +216,21 @@ async def test_money_fails_closed(open_a_world: OpenWorld, own_redis: RedisServe
     assert (served.status, served.cache) == (200, "miss")
     record = await world.record(served)
     assert (record.cache.degraded, record.cache.store) == (("redis",), "unavailable")
+
+
+async def test_a_fail_over_is_waited_for(open_a_world: OpenWorld, own_redis: RedisServer) -> None:
+    """A request of a team with a hard budget waits for a Redis that went away just now, and holds its money once."""
+    world = await open_a_world(own_redis, budgets={"redis_wait_s": 30}, redis_timeout_ms=50)
+    team = await world.team("with money")
+    await world.budget(team, 1_000_000)
+    own_redis.pause()
+    asked = asyncio.create_task(world.ask(model="dear", key=team.key))
+    await asyncio.sleep(0.3)
+    assert not asked.done()
+    own_redis.resume()
+    assert (await asked).status == 200
+    await world.settles()
+    assert await world.money_of(team) == (20, 0)
 
 
 async def test_money_may_fail_open(open_a_world: OpenWorld, own_redis: RedisServer) -> None:
