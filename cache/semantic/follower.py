@@ -31,7 +31,7 @@ from cache.verdicts.store import Untold, VerdictStore
 _FOLDED = 64  # records at a time: a lookup that comes during a rebuild waits for no more
 _LISTENED_S = 1.0  # at a time: a lookup that comes while Redis gets the next read waits for it
 _RETRY_S = 0.25
-_KEPT_ROUNDS, _LOOK_ROUNDS = 4, 60  # of `follow`: a worker whose word stays the same between two looks has ended
+_LOOK_ROUNDS = 20  # of `follow`, of a second each: a worker whose word stays the same between two looks has ended
 
 T = TypeVar("T")
 Vectors = Sequence[bytes | None]
@@ -331,11 +331,10 @@ class Follower:
         A worker that was only silent, and finds its own gone, has them no more.
         """
         self._rounds += 1
-        if self._rounds % _KEPT_ROUNDS == 0:
-            untold = await self._run(self._cache.untold)
-            if (untold or self._kept) and await self._verdicts.keep_untold(self._name, self._rounds, untold):
-                await self._run(partial(self._cache.add_untold, self._kept, -1))
-            self._kept = untold
+        untold = await self._run(self._cache.untold)
+        if (untold or self._kept) and await self._verdicts.keep_untold(self._name, self._rounds, untold):
+            await self._run(partial(self._cache.add_untold, self._kept, -1))
+        self._kept = untold
         if self._rounds % _LOOK_ROUNDS == 0:
             before, self._seen = self._seen, await self._verdicts.untold()
             for worker, kept in self._seen.items():

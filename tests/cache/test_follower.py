@@ -288,7 +288,7 @@ def told(host: Host) -> tuple[float, float]:
 
 async def follow(*hosts: Host) -> None:
     """As long as it takes to see that another has ended."""
-    for _ in range(125):
+    for _ in range(45):
         for host in hosts:
             await host.follower.follow()
 
