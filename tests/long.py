@@ -148,7 +148,7 @@ def run(names: list[str], arguments: list[str]) -> int:
         print(f"· {name}: {version}", flush=True)
         variable = {"redis": REDIS_VARIABLE, "postgres": POSTGRES_VARIABLE}[server.service]
         argv = [sys.executable, "-m", "pytest", "-m", server.service, *arguments]
-        env = {**os.environ, variable: str(place), "SAMEWAY_TEST_BATCH_LINES": "2000"}
+        env = {**os.environ, variable: str(place), "SAMEWAY_TEST_BATCH_LINES": "2000", "SAMEWAY_TEST_HOSTS": "4"}
         status = subprocess.run(argv, cwd=_ROOT, env=env, check=False).returncode
         outcomes[name] = "passed" if status == 0 else f"FAILED (pytest ended with {status})"
     for name, outcome in outcomes.items():

@@ -35,6 +35,7 @@ MARKERS: dict[str, tuple[str, ...]] = {
         "backends/test_managed.py",
         "backends/test_openai.py",
         "backends/test_slow_bodies.py",
+        "cache/test_bound.py",
         "cache/test_cluster.py",
         "cache/test_embedder.py",
         "cache/test_engines.py",

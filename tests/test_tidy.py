@@ -56,7 +56,7 @@ CODE_LINES_MAX = {
     "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1740, "gateway/journey": 3110,
     "gateway/learning": 1510, "gateway/reconcile": 610, "gateway/telemetry": 1860, "gateway/transport": 800,
     "gateway/wire": 2200, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1270,
-    "cache/semantic": 1670, "cache/verdicts": 590, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
+    "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
     "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 420,

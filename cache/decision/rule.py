@@ -47,6 +47,9 @@ class NamespaceCounters:
     def after_hit(self, risk: float) -> NamespaceCounters:
         return NamespaceCounters(self.hits + 1, self.served + 1, self.risked + risk)
 
+    def plus(self, served: int, risked: float) -> NamespaceCounters:
+        return NamespaceCounters(self.hits, max(0, self.served + served), max(0.0, self.risked + risked))
+
 
 @dataclass(slots=True)
 class NamespaceState:

@@ -47,6 +47,7 @@ from cache.semantic.state import NamespaceStates
 from cache.verdicts.judges import Judgement
 from cache.verdicts.prose import Sketch
 from cache.verdicts.records import AnswerJudged, VerdictRecord, answer_name
+from cache.verdicts.store import Untold
 
 # keys still without a vector that one lookup embeds beside its query; the newest first
 _INLINE_MAX, _INLINE_CHARS = 32, 4_000
@@ -200,6 +201,7 @@ class SemanticCache:
         self._unsaved_sketches: list[SketchAdded] = []
         self.rule_name = hashlib.blake2b("\n".join(FEATURES).encode() + embedder.info.key, digest_size=8).digest()
         self._states = NamespaceStates(self._rule, self.rule_name)
+        self._untold: dict[bytes, None] = {}  # the namespaces that may have hits to tell
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -361,7 +363,21 @@ class SemanticCache:
             near, counters = decide(asked, neighbours, count, state, self._rule, self.rule_name)
         if not query.is_try:
             state.counters = counters
+            if counters.served:
+                self._untold[query.namespace] = None
         return near
+
+    def untold(self) -> Untold:
+        """The hits that no comparison has told yet."""
+        counted = {name: self._states.of(name).counters for name in self._untold}
+        self._untold = {name: None for name, counters in counted.items() if counters.served}
+        return {name: (counted[name].served, counted[name].risked) for name in self._untold}
+
+    def add_untold(self, untold: Untold, sign: int = 1) -> None:
+        """Add to the hits that the next comparisons tell, or take from them."""
+        for name, (served, risked) in untold.items():
+            self._states.of(name).counters = self._states.of(name).counters.plus(sign * served, sign * risked)
+            self._untold[name] = None
 
     def _neighbours(self, query: Query, meant: _Meant, count: int, vector: NDArray[np.float32]) -> list[Neighbour]:
         """The nearest keys whose contexts differ by no more than may be shown."""

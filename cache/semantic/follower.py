@@ -26,11 +26,12 @@ from cache.fingerprint import Partition
 from cache.redis_client import REDIS_FAILURES, Redis
 from cache.semantic.cache import EntryKey, PromptAdded, Record, SemanticCache, SketchAdded
 from cache.verdicts.records import AnswerSuspended
-from cache.verdicts.store import VerdictStore
+from cache.verdicts.store import Untold, VerdictStore
 
 _FOLDED = 64  # records at a time: a lookup that comes during a rebuild waits for no more
 _LISTENED_S = 1.0  # at a time: a lookup that comes while Redis gets the next read waits for it
 _RETRY_S = 0.25
+_LOOK_ROUNDS = 20  # of `follow`, of a second each: a worker whose word stays the same between two looks has ended
 
 T = TypeVar("T")
 Vectors = Sequence[bytes | None]
@@ -91,6 +92,10 @@ class Follower:
         self._replies: tuple[asyncio.Future[Any], asyncio.Future[Any]] | None = None
         self._lock = asyncio.Lock()
         self._has_warned = False
+        self._name = uuid.uuid4().hex
+        self._rounds = 0
+        self._kept: Untold = {}
+        self._seen: dict[bytes, bytes] = {}  # at the last look
 
     @property
     def is_following(self) -> bool:
@@ -120,6 +125,7 @@ class Follower:
             await self._read_sketches()
             await self._save_vectors()
             await self._save_sketches()
+            await self._share_untold()
             self.is_up = True
         except REDIS_FAILURES as error:
             self._fail(error)
@@ -318,6 +324,23 @@ class Follower:
             by_partition.setdefault(one.partition, []).append(Sketched(one.exact, one.created_at, one.data))
         for partition, sketches in by_partition.items():
             await self._store.store_sketches(partition, self._embedder_key, sketches, self._size_bytes_max)
+
+    async def _share_untold(self) -> None:
+        """Keep in Redis which hits no comparison has told yet, and take over those of workers that ended.
+
+        A worker that was only silent, and finds its own gone, has them no more.
+        """
+        self._rounds += 1
+        untold = await self._run(self._cache.untold)
+        if (untold or self._kept) and await self._verdicts.keep_untold(self._name, self._rounds, untold):
+            await self._run(partial(self._cache.add_untold, self._kept, -1))
+        self._kept = untold
+        if self._rounds % _LOOK_ROUNDS == 0:
+            before, self._seen = self._seen, await self._verdicts.untold()
+            for worker, kept in self._seen.items():
+                if worker != self._name.encode() and before.get(worker) == kept:
+                    taken = await self._verdicts.take_untold(worker, kept)
+                    await self._run(partial(self._cache.add_untold, taken))
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

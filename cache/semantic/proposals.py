@@ -99,7 +99,6 @@ class ProposalFollower(Follower):
         self._rooms: dict[bytes, _CopiedRoom] = {}
         self._reads: dict[bytes, asyncio.Task[None]] = {}
         self._pauses_until = 0.0
-        self._name = uuid.uuid4().hex
         self._looked_filled_at = float("-inf")
         self._is_open = False
         self._assigned: list[tuple[bytes, LogRecord | None]] = []  # that the engine does not have yet

@@ -32,8 +32,12 @@ _EF = 160  # keys of the graph that a search looks at
 _BATCHES_FROM = 5_000  # keys of a room
 _READS = 5
 _AT_ONCE = 64  # keys in one write: a search waits for no more
-# refusals that pass; any other says what the server cannot do
-_FOR_NOW = re.compile("OOM|READONLY|LOADING|Redis is loading|MASTERDOWN|BUSY|MISCONF|NOREPLICAS|NOAUTH|WRONGPASS")
+# refusals that pass, the last three those of valkey-search (its src/query/search.h); any other says what
+# the server cannot do
+_FOR_NOW = re.compile(
+    "OOM|READONLY|LOADING|Redis is loading|MASTERDOWN|BUSY|MISCONF|NOREPLICAS|NOAUTH|WRONGPASS"
+    "|Search operation cancelled|Search query queue depth|Index or slot consistency"
+)
 _NEEDED = "cache.index_url needs Redis 8, Redis Stack 7.4, or Valkey with valkey-search 1.3"
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from cache.decision.features import SIMILARITY
 from cache.decision.model import Row
-from cache.decision.rule import NamespaceCounters, NamespaceState, Rule
+from cache.decision.rule import NamespaceState, Rule
 from cache.fingerprint import Partition
 from cache.query import Trial
 from cache.verdicts.records import AnswerCleared, AnswerJudged, AnswerSuspended, VerdictRecord
@@ -153,8 +153,8 @@ class NamespaceStates:
     def _unlearn(self, namespace: bytes) -> None:
         del self._tallied[namespace]
         state = self._states[namespace]
-        state.model, state.counters = None, NamespaceCounters()
-        if not state.word_counts.texts:
+        state.model, state.counters = None, replace(state.counters, hits=0)  # what was served is still to be told
+        if not (state.word_counts.texts or state.counters.served):
             del self._states[namespace]
 
 

@@ -6,6 +6,7 @@
     sameway:{P}:told         zset     the ids of the newest verdicts that were taken, by their time
     sameway:{P}:reply:R      string   Reply: the answer that response R, or the answer R, served
     sameway:{P}:replies      zset     the keys of these, by their time
+    sameway:cache:untold     hash     cache worker -> a number that rises while it lives, and its Untold
 
 P is the partition in hex. Knows no answers and no texts: digests, numbers and times. The log
 (`cache.exact.log`) names the partitions with new verdicts, and a follower reads their streams from
@@ -49,7 +50,12 @@ REPLIES_MAX = 100_000  # of a partition, some 50 MB
 TAKEN_MAX = 100_000  # some 10 MB
 
 
+Untold = dict[bytes, tuple[int, float]]
+"""By namespace, the hits that no comparison has told yet, and the errors to expect of them."""
+
+_UNTOLD = "sameway:cache:untold"
 _ENCODER = msgspec.msgpack.Encoder()
+_read_untold = reader(msgspec.msgpack.Decoder(tuple[int, Untold]))
 _read_suspension = reader(msgspec.msgpack.Decoder(Suspension))
 
 # Whether no verdict with this id is among the newest that were taken; then it is.
@@ -179,6 +185,26 @@ class VerdictStore:
         was = bool(await self._redis.eval(_CLEAR, 2, tag + "verdicts", tag + "suspended", name, VERDICTS_MAX))
         await self._log.append(VerdictAdded(partition))
         return was
+
+    async def keep_untold(self, worker: str, beat: int, untold: Untold) -> bool:
+        """Keep what a worker has to tell. Whether this is its first since it had nothing, or since that was taken."""
+        if not untold:
+            return not await self._redis.execute_command("HDEL", _UNTOLD, worker)
+        return bool(await self._redis.execute_command("HSET", _UNTOLD, worker, _ENCODER.encode((beat, untold))))
+
+    async def untold(self) -> dict[bytes, bytes]:
+        """What all workers have to tell, for `take_untold`: one that lives changes its own."""
+        kept: dict[bytes, bytes] = await self._redis.execute_command("HGETALL", _UNTOLD)
+        return kept
+
+    async def take_untold(self, worker: bytes, kept: bytes) -> Untold:
+        """What a worker that ended had kept; empty where another has it."""
+        if not await self._redis.execute_command("HDEL", _UNTOLD, worker):
+            return {}
+        try:
+            return _read_untold(kept)[1]
+        except msgspec.DecodeError:  # of another version
+            return {}
 
     async def suspended(self, partition: Partition) -> dict[bytes, Suspension]:
         """The suspensions of a partition, by name."""

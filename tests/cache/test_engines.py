@@ -163,20 +163,24 @@ class Host:
                 await asyncio.sleep(0.01)
 
     async def has_indexed(self) -> None:
-        """Until the engine has all that the log has."""
-        async with asyncio.timeout(20):
-            while True:
-                (group,) = await self._redis.execute_command("XINFO", "GROUPS", "sameway:cache:log")
-                last = await self._redis.execute_command("XREVRANGE", "sameway:cache:log", "+", "-", "COUNT", 1)
-                if not group[b"pending"] and (not last or group[b"last-delivered-id"] == last[0][0]):
-                    return
-                await asyncio.sleep(0.02)
+        await has_indexed(self._redis)
 
     async def near(self, asked: Query) -> Neighbourhood:
         await self.follower.follow()
         if not self.follower.has_all(asked):
             await self.follower.bring(asked)
         return self.cache.near([asked], 16)[0]
+
+
+async def has_indexed(redis: RedisLink) -> None:
+    """Until the engine has all that the log has."""
+    async with asyncio.timeout(20):
+        while True:
+            groups = await redis.execute_command("XINFO", "GROUPS", "sameway:cache:log")
+            last = await redis.execute_command("XREVRANGE", "sameway:cache:log", "+", "-", "COUNT", 1)
+            if groups and not groups[0][b"pending"] and (not last or groups[0][b"last-delivered-id"] == last[0][0]):
+                return
+            await asyncio.sleep(0.02)
 
 
 async def put(exact: ExactCache, *texts: str, tenant: Partition = ACME, ttl_s: float = 60.0, **fields: Any) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -274,3 +275,48 @@ async def test_a_wording_follows_and_is_rebuilt(redis: Redis, exact: ExactCache,
     assert await again.sees("open the lid") == [True]
     await exact.purge(Purge(text="one"))
     assert await host.sees("open the lid") == await again.sees("open the lid") == [False]
+
+
+def told(host: Host) -> tuple[float, float]:
+    """The hits that the host's next comparison tells, and the errors to expect of them."""
+    decision = host.cache.near([query("what one thing")], 8)[0].decision
+    assert not isinstance(decision, Hit)
+    assert decision.trial is not None
+    served, risked = np.frombuffer(decision.trial.features, "<f4")[-2:].tolist()
+    return served, round(risked, 4)
+
+
+async def follow(*hosts: Host) -> None:
+    """As long as it takes to see that another has ended."""
+    for _ in range(45):
+        for host in hosts:
+            await host.follower.follow()
+
+
+async def test_what_a_killed_worker_has_served_is_told_by_another(
+    redis: Redis, exact: ExactCache, thread: ThreadPoolExecutor
+) -> None:
+    """Once: by one of those that live, also after a rebuild there. What a worker told itself is not told again, and one that
+    was only silent leaves what was taken to that other."""
+    silent, ended, living, last = hosts = [Host(redis, thread) for _ in range(4)]
+    await put(exact, "one thing", "two things")
+    for host in hosts:
+        assert await host.sees("one thing") == [True]
+    assert told(living) == (1, 0.01)
+    assert told(living) == (0, 0)
+    assert await silent.sees("one thing", "two things") == [True, True]
+    for _ in range(4):
+        for host in hosts:
+            await host.follower.follow()
+    del ended
+    await follow(living, last)  # take over 1 and 3
+    assert await silent.sees("one thing") == [True]
+    await follow(silent, living, last)
+    last.cache.forget_verdicts()
+    sums = [told(host) for host in (silent, living, last)]
+    assert sums[0] == (1, 0.01)
+    assert sum(served for served, _ in sums) == 1 + 1 + 3 + 1
+    assert sum(risked for _, risked in sums) == pytest.approx(0.06)
+    await follow(silent, living, last)
+    assert [told(host) for host in (silent, living, last)] == [(0, 0)] * 3
+    assert await redis.hlen("sameway:cache:untold") == 0
