@@ -29,6 +29,7 @@ from gateway.accounts.ledger import Group, Ledger, LedgerFilter
 from gateway.accounts.ledger_writer import BATCH
 from gateway.accounts.months import forget, prepare
 from gateway.accounts.rollups import SPANS, SUMS, period_of
+from gateway.accounts.row import HIT_SUMS
 from policies import Usage
 from tests.services import run_postgres
 
@@ -152,7 +153,7 @@ async def _fill(database: Database, have: int, rows: int, days: int) -> None:
     today = f"CREATE TEMP TABLE today AS {numbers} SELECT {select} FROM (SELECT i, i * 7919 / 13 % {_KEYS} AS k FROM n) AS x"
     keys = "team_id, key_id, alias, deployment, kind"
     sums = "sum(prompt_tokens), 0, sum(completion_tokens), sum(cost_microusd)"
-    zeros = ", ".join(["0"] * (len(SUMS) - 5))
+    zeros = ", ".join(["0"] * (len(SUMS) - 5 + len(HIT_SUMS)))
     axes = (
         ("team", "''"),
         ("key_id", "CAST(key_id AS TEXT)"),
@@ -199,7 +200,7 @@ async def _fill(database: Database, have: int, rows: int, days: int) -> None:
             await prepare(connection, database, schema.ledger, [day * _DAY_MS])
             for statement in statements:
                 await connection.exec_driver_sql(_with(statement, values))
-    added = ", ".join(f"sum({name})" for name in SUMS)
+    added = ", ".join(f"sum({name})" for name in (*SUMS, *HIT_SUMS))
     async with database.writing() as connection:
         for level in range(1, len(SPANS)):
             period = f"{period_of(0, level)} + period / {SPANS[level]}"

@@ -25,10 +25,13 @@ SELECT
     deployment AS PublisherName,
     'AI and Machine Learning' AS ServiceCategory,
     alias AS ServiceName,
+    nullif(region, '') AS RegionId,
+    nullif(region, '') AS RegionName,
     id AS ResourceId,
     CAST(team_id AS VARCHAR) AS SubAccountId,
     CAST(NULL AS VARCHAR) AS SubAccountName,
     tags AS Tags,
     "user" AS x_User,
+    session AS x_Session,
     CAST(key_id AS VARCHAR) AS x_KeyId
 FROM read_parquet('FOLDER/ledger/v1/*/*.parquet');

@@ -283,11 +283,14 @@ class DeploymentSettings(_Section):
     identity_headers: dict[str, str] = {}
     """openai, anthropic: headers that tell an inference gateway in front of the servers whose a request
     is, each with the source of its value: `team` or `key` (an id), `user`, `session`
-    (`prompt_cache_key`, else a digest of the dialogue's first turn), or `tag:NAME`, a tag of the
+    (the tag `session_id`, else `prompt_cache_key`, else a digest of the dialogue's first turn), or `tag:NAME`, a tag of the
     request; such as `x-llm-d-inference-fairness-id: team`"""
     is_salted: bool = False
     """openai: send `cache_salt`, another one for each team, to a server that knows it (vLLM,
     SGLang), so that no team can learn from its prefix cache what another one asked"""
+    region: str = Field("", max_length=64)
+    """where it computes, such as `eu-west-1`: a column of its rows in the ledger, and of sums; no choice
+    of deployments depends on it"""
     context_tokens_max: int | None = Field(None, gt=0)
     """prompt and answer together; default: known for local engines"""
     output_tokens_max: int | None = Field(None, gt=0)

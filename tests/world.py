@@ -1024,7 +1024,7 @@ MODELS: dict[str, Any] = {
     },
     "mixed": {"policy": "cheapest", "deployments": [deployment("big", "big", (0, 0)), deployment("small", "small")]},
     "twins": {"policy": "fastest", "deployments": [deployment("left"), deployment("right")]},
-    "dear": {"deployments": [deployment("dear", output_tokens_max=1000)]},
+    "dear": {"deployments": [deployment("dear", output_tokens_max=1000, region="eu-west-1")]},
     "engine": {"deployments": [deployment("engine", engine="default", usd=(0, 0))]},
     "able": {
         "policy": "cheapest",

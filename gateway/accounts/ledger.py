@@ -26,7 +26,7 @@ from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
 from gateway.accounts.months import HOUR_MS
 from gateway.accounts.rollups import CORRECTION, DAY_MS, SPANS, SUMS
-from gateway.accounts.row import BOOKED, COUNTS, KINDS, HitsRow, LedgerRow, columns_of
+from gateway.accounts.row import BOOKED, COUNTS, HIT_SUMS, KINDS, HitsRow, LedgerRow, columns_of
 from policies import Usage, WindowKind
 from policies.budgets import DrainedSpend, OwnSpend
 from policies.windows import Window
@@ -40,7 +40,7 @@ class LedgerFilter:
     """A selection of rows; a field that is None selects all.
 
     `from_ms` is included and `until_ms` is not (unix milliseconds). An empty `user` selects
-    requests without a user. `tag` is a tag's name, and `tag_value` its value.
+    requests without a user. Sums know no `session`. `tag` is a tag's name, and `tag_value` its value.
     """
 
     team_id: int | None = None
@@ -50,6 +50,8 @@ class LedgerFilter:
     user: str | None = None
     tag: str | None = None
     tag_value: str | None = None
+    session: str | None = None
+    region: str | None = None
     from_ms: int | None = None
     until_ms: int | None = None
 
@@ -69,11 +71,15 @@ class Group(StrEnum):
     DEPLOYMENT = "deployment"
     USER = "user"
     TAG = "tag"
+    REGION = "region"
     DAY = "day"
 
 
 class LedgerTotal(msgspec.Struct, frozen=True):
     """Sums over one group; ungrouped columns are None. `day` is an ISO date in UTC.
+
+    `hits` cost nothing and are none of the `requests`; where it is known what they would have cost,
+    it is in `saved_microusd`. Of the cost `checks_microusd` is for questions to verifiers and checks.
 
     `user` and `tag` have the form of `rollups`: OTHER, empty, or `=` and the value. The kinds of
     tokens that are billed apart are 0 if only the dearest groups were requested.
@@ -82,12 +88,16 @@ class LedgerTotal(msgspec.Struct, frozen=True):
     requests: int
     usage: Usage
     cost_microusd: int
+    hits: int = 0
+    saved_microusd: int = 0
+    checks_microusd: int = 0
     team_id: int | None = None
     key_id: int | None = None
     alias: str | None = None
     deployment: str | None = None
     user: str | None = None
     tag: str | None = None
+    region: str | None = None
     day: str | None = None
 
 
@@ -180,8 +190,13 @@ class Ledger:
             ids = await self.database.insert_many(connection, table, tuple(COLUMNS), values, then)
             new = [by_id[row_id] for row_id in ids]
         alike = rollups.alike(new)
-        await self._add_to_days(connection, alike, new)
-        await rollups.add(connection, self.database, alike)
+        by_hour: dict[tuple[int, int], list[int]] = {}
+        for row in new:
+            rollups.sum_up(by_hour, (row.at_ms // HOUR_MS, row.team_id), (row.cost_microusd,))
+        await self.database.add_up(connection, schema.ledger_hours, ("cost_microusd",), by_hour)
+        await self._changed(connection, {hour for hour, _ in by_hour})
+        await self._add_to_sums(connection, alike, SUMS)
+        await self._add_to_sums(connection, rollups.checks(alike), HIT_SUMS)  # rows that are locked by now
         await self._add_to_savings(connection, _lines(new))
         await self._add_to_counts(connection, new)
         return len(new)
@@ -227,7 +242,7 @@ class Ledger:
 
     @uncancelled
     async def append_hits(self, rows: Sequence[HitsRow]) -> None:
-        """Insert rows with new ids, and add them to their days' savings, in one transaction."""
+        """Insert rows with new ids, and add them to their days' sums and savings, in one transaction."""
         if not rows:
             return
         by_id = {row.id: row for row in sorted(rows, key=lambda row: row.id)}
@@ -235,16 +250,19 @@ class Ledger:
             table = schema.ledger_hits
             await months.prepare(connection, self.database, table, [row.at_ms for row in by_id.values()])
             insert = self.database.insert(table).on_conflict_do_nothing().returning(table.c.id)
-            new: list[str] = []
+            new: list[HitsRow] = []
             for row in by_id.values():  # few
-                new += (await connection.execute(insert, msgspec.structs.asdict(row))).scalars()
-            await self._add_to_savings(connection, [line for id in new for line in _lines_of_hits(by_id[id])])
-            await self._changed(connection, {by_id[id].at_ms // HOUR_MS for id in new})
+                values = {column.name: getattr(row, column.name) for column in table.c}
+                new += [by_id[id] for id in (await connection.execute(insert, values)).scalars()]
+            # in the order of `_append`, so that the two cannot deadlock
+            await self._changed(connection, {row.at_ms // HOUR_MS for row in new})
+            await self._add_to_sums(connection, rollups.hits(new), HIT_SUMS)
+            await self._add_to_savings(connection, [line for row in new for line in _lines_of_hits(row)])
 
     async def rows(self, where: LedgerFilter, limit: int = 100, cursor: str | None = None) -> LedgerPage:
         """A page of rows, newest first. Raises Invalid for a malformed `cursor`."""
         table = schema.ledger
-        statement = sa.select(table).where(*_conditions(table, where, (*_FILTERS, "user")))
+        statement = sa.select(table).where(*_conditions(table, where, (*_FILTERS, "user", "session", "region")))
         if where.tag is not None:
             statement = statement.where(_has_tag(table.c.tags, where.tag, where.tag_value))
         if where.from_ms is not None:
@@ -267,14 +285,14 @@ class Ledger:
 
         With `most` the kinds of tokens that are billed apart are left out. Counts whole UTC days:
         `from_ms` and `until_ms` are widened to them. The group TAG has the values of the filter's
-        `tag` or, without it, the names of tags. Raises Invalid for a user or a tag together with a
-        key, model, deployment, kind or one another.
+        `tag` or, without it, the names of tags. Raises Invalid for a user, a tag or a region together
+        with a key, model, deployment, kind or one another, and for a session.
         """
         where, names = where or LedgerFilter(), SUMS if most is None else SUMS[: len(COUNTS) + 1]
         async with self.database.reading() as connection:
             first, end = await self._days(connection, where, is_by_day=Group.DAY in by)
             table, columns, conditions = _source(by, where, first, end)
-            sums = [_sum(table.c[name], name) for name in names]
+            sums = [_sum(table.c[name], name) for name in (*names, *HIT_SUMS)]
             statement = sa.select(*columns, *sums).where(*conditions).group_by(*columns)
             order = columns if most is None else [sums[names.index("cost_microusd")].desc()]
             groups = (await connection.execute(statement.order_by(*order).limit(most))).mappings()
@@ -354,19 +372,15 @@ class Ledger:
                 known[1] = max(known[1], charge.keep_until_ms)
         await self.database.add_up(connection, schema.budget_counts, ("spent", "keep_until_ms"), sums, ["spent"])
 
-    async def _add_to_days(
-        self, connection: AsyncConnection, rows: Sequence[rollups.Alike], all_rows: Iterable[LedgerRow]
+    async def _add_to_sums(
+        self, connection: AsyncConnection, rows: Sequence[rollups.Alike], names: Sequence[str]
     ) -> None:
         sums: dict[tuple[int, int, int, str, str, str], list[int]] = {}
         for row, amounts in rows:
             key = (row.at_ms // DAY_MS, row.team_id, row.key_id, row.alias, row.deployment, row.kind)
             rollups.sum_up(sums, key, amounts)
-        await self.database.add_up(connection, schema.ledger_days, SUMS, sums)
-        by_hour: dict[tuple[int, int], list[int]] = {}
-        for row in all_rows:
-            rollups.sum_up(by_hour, (row.at_ms // HOUR_MS, row.team_id), (row.cost_microusd,))
-        await self.database.add_up(connection, schema.ledger_hours, ("cost_microusd",), by_hour)
-        await self._changed(connection, {hour for hour, _ in by_hour})
+        await self.database.add_up(connection, schema.ledger_days, names, sums)
+        await rollups.add(connection, self.database, rows, names)
 
     async def _changed(self, connection: AsyncConnection, hours: Iterable[int]) -> None:
         counts = {(hour,): (1, 0) for hour in hours}
@@ -444,8 +458,10 @@ _REST = (
     "mechanism",
     "user",
     "tags",
+    "session",
+    "region",
 )
-_USUAL_REST = (False, *[0] * len(KINDS), 0, 0, None, "", "", "")
+_USUAL_REST = (False, *[0] * len(KINDS), 0, 0, None, "", "", "", "", "")
 _PLAIN = tuple(name for name in COLUMNS if name not in _REST)
 _values_of, _plain_of, _rest_of = columns_of(tuple(COLUMNS)), columns_of(_PLAIN), columns_of(_REST)
 _KNOWN = "SELECT id FROM ledger WHERE id IN (SELECT value FROM json_each(?))"
@@ -483,10 +499,12 @@ def _source(
     filtered = {group for group in Group if getattr(where, group, None) is not None}
     axes = ({*by} | filtered) - {Group.TEAM, Group.DAY}
     is_by_day = Group.DAY in by
+    if where.session is not None:
+        raise Invalid("session", "its rows are kept, and no sums: ask for the rows")
     if len(axes) > 1:
-        if axes & {Group.USER, Group.TAG}:
+        if axes & {Group.USER, Group.TAG, Group.REGION}:
             raise Invalid(
-                "by", "sums by user or tag are kept by team and day only: leave the other groups and filters out"
+                "by", "sums by user, tag or region go with team and day only: leave other groups and filters out"
             )
         days = schema.ledger_days
         conditions = [days.c.day.in_(rollups.periods(first, end, is_by_day=True)), *_conditions(days, where)]
@@ -532,7 +550,8 @@ def _total(by: Sequence[Group], row: Mapping[str, Any]) -> LedgerTotal:
         groups[Group.KEY] = int(groups[Group.KEY])
     if Group.DAY in groups:
         groups[Group.DAY] = _date(groups[Group.DAY])
-    return LedgerTotal(requests=row["requests"], cost_microusd=row["cost_microusd"], usage=_usage(row), **groups)
+    sums = {name: row[name] for name in ("requests", "cost_microusd", *HIT_SUMS)}
+    return LedgerTotal(usage=_usage(row), **sums, **groups)
 
 
 @functools.lru_cache(4_096)

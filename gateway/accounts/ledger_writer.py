@@ -227,14 +227,14 @@ class HitsWriter:
     def __init__(self, ledger: Ledger, take: Callable[[], Sequence[HitsRow]]) -> None:
         self._ledger = ledger
         self._take = take
-        self._waiting: list[HitsRow] = []
+        self._waiting: Sequence[HitsRow] = ()
 
     async def flush(self) -> None:
         """Write the hits. Errors of the database pass through."""
-        self._waiting += self._take()
-        if waiting := tuple(self._waiting):
-            await self._ledger.append_hits(waiting)
-            del self._waiting[: len(waiting)]
+        for _ in range(2):  # those that waited, and those since; while SQL is away they stay summed
+            self._waiting = self._waiting or self._take()
+            await self._ledger.append_hits(self._waiting)
+            self._waiting = ()
 
 
 def _entry(entry_id: bytes, fields: list[Any] | None) -> _StreamEntry:

@@ -16,7 +16,21 @@ GROUP_ROWS = 10_000
 VERSION = "1"
 """Of the columns: a column may be added in a version, and none is renamed or removed."""
 _TEXTS = frozenset(
-    {"id", "request_id", "team", "key", "alias", "deployment", "mechanism", "user", "tags", "kind", "source"}
+    [
+        "id",
+        "request_id",
+        "team",
+        "key",
+        "alias",
+        "deployment",
+        "mechanism",
+        "user",
+        "tags",
+        "session",
+        "region",
+        "kind",
+        "source",
+    ]
 )
 
 

@@ -1,4 +1,5 @@
-"""The ledger summed by one axis at a time: by team, key, alias, deployment, user, and each tag.
+"""The ledger summed by one axis at a time: by team, key, alias, deployment, region, user,
+and each tag, with the hits of each.
 
 A period is a UTC day, or a block of 8 or 64 days, so that a long time is read from few periods.
 Knows no filters of the API and no budgets. Invariants:
@@ -20,14 +21,16 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
 from gateway.accounts.database import Database, arrays
-from gateway.accounts.row import COUNTS, KINDS, LedgerRow, columns_of
+from gateway.accounts.row import CHECKING, COUNTS, KINDS, HitsRow, LedgerRow, columns_of
+from policies import Usage
 from policies.budgets import VALUES_MAX
 
 SPANS = (1, 8, 64)
 """The days of a period, by its level."""
 
 SUMS = ("requests", *COUNTS, *KINDS)
-TEAM, KEY, ALIAS, DEPLOYMENT, USER, TAGS = "team", "key_id", "alias", "deployment", "user", "tags"
+TEAM, KEY, ALIAS, DEPLOYMENT, REGION = "team", "key_id", "alias", "deployment", "region"
+USER, TAGS = "user", "tags"
 """Axes. A row of TAGS has a tag's name as its value; the values of a tag have `tag_axis`."""
 
 NONE, OTHER = "", "*"
@@ -56,7 +59,7 @@ _KNOWN = (
     f"JOIN unnest({arrays(_table, _names)}) AS wanted ({', '.join(_names)}) USING ({', '.join(_names)})"
 )
 _amounts_of = columns_of(SUMS[1:])
-_labels_of = operator.attrgetter("team_id", "key_id", "alias", "deployment", "kind", "user", "tags")
+_labels_of = operator.attrgetter("team_id", "key_id", "alias", "deployment", "kind", "user", "tags", "region")
 
 Alike = tuple[LedgerRow, list[int]]
 """One of several rows with equal labels, and the sums of all in the order of SUMS."""
@@ -103,8 +106,30 @@ def alike(rows: Iterable[LedgerRow]) -> list[Alike]:
     ]
 
 
-async def add(connection: AsyncConnection, database: Database, rows: Sequence[Alike]) -> None:
-    """Add new rows of the ledger to the sums, in the rows' transaction."""
+def checks(rows: Iterable[Alike]) -> list[Alike]:
+    """Of sums by SUMS those of CHECKING, by HIT_SUMS."""
+    return [(row, [0, 0, amounts[SUMS.index("cost_microusd")]]) for row, amounts in rows if row.kind in CHECKING]
+
+
+def hits(rows: Iterable[HitsRow]) -> list[Alike]:
+    """The parts of hits by HIT_SUMS, as rows without a deployment."""
+    return [
+        (
+            LedgerRow(
+                id=f"{row.id}.{number}", at_ms=row.at_ms, request_id="", team_id=row.team_id, key_id=part.key_id, alias=row.alias,
+                deployment="", usage=Usage(), cost_microusd=0, kind=row.source, user=part.user, tags=part.tags,
+            ),
+            [part.requests, part.saved_microusd, 0],
+        )
+        for row in rows
+        for number, part in enumerate(row.parts)
+    ]  # fmt: skip
+
+
+async def add(
+    connection: AsyncConnection, database: Database, rows: Sequence[Alike], names: Sequence[str] = SUMS
+) -> None:
+    """Add the amounts `names` of new rows to the sums, in the rows' transaction."""
     labels = {row.id: [(stored(name), stored(value)) for name, value in row.tags_by_name().items()] for row, _ in rows}
     values_by_scope: dict[_Scope, set[str]] = defaultdict(set)
     for row, _ in rows:
@@ -114,16 +139,20 @@ async def add(connection: AsyncConnection, database: Database, rows: Sequence[Al
         for name, value in labels[row.id]:
             values_by_scope[block, TAGS, row.team_id].add(name)
             values_by_scope[block, tag_axis(name[1:]), row.team_id].add(value)
+    if values_by_scope and not database.is_sqlite:  # of two writers one waits, so that the bounds hold
+        await connection.exec_driver_sql("SELECT pg_advisory_xact_lock('ledger_rollups'::regclass::bigint)")
     known_labels = await _admitted(database, connection, values_by_scope) if values_by_scope else set[_Label]()
     sums: dict[_Label, list[int]] = {}
     for row, amounts in rows:
-        fixed = ((TEAM, NONE), (KEY, str(row.key_id)), (ALIAS, row.alias), (DEPLOYMENT, row.deployment))
+        fixed = [(TEAM, NONE), (KEY, str(row.key_id)), (ALIAS, row.alias), (DEPLOYMENT, row.deployment)]
+        if row.region:
+            fixed.append((REGION, row.region))
         for axis, value in {*fixed, *_bounded(row, labels[row.id], known_labels)}:
             sum_up(sums, (row.at_ms // DAY_MS, axis, row.team_id, value), amounts)
     for (day, *rest), amounts in list(sums.items()):
         for level in range(1, len(SPANS)):
             sum_up(sums, (period_of(day, level), *rest), amounts)  # type: ignore[misc]
-    await database.add_up(connection, _table, SUMS, sums)
+    await database.add_up(connection, _table, names, sums)
 
 
 def sum_up(sums: dict[Key, list[int]], key: Key, amounts: Sequence[int]) -> None:

@@ -25,6 +25,13 @@ KINDS = _counted[_counted.index("cache_write_tokens") : _counted.index("tool_cal
 BOOKED = (*(name for name in COUNTS if name in _counted), *KINDS, "provider_cost_microusd")
 """The fields of a `Usage` that are columns of the ledger."""
 
+HIT_SUMS = ("hits", "saved_microusd", "checks_microusd")
+"""Sums beside the counts: of hits, what they would have cost, and the cost of the requests in CHECKING."""
+
+VERIFY, CHECK = "verify", "check"
+CHECKING = frozenset({VERIFY, CHECK})
+"""The kinds of a question to a verifier, and of an answer that is generated to check a hit."""
+
 _Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _COUNT_MAX = 2**53 - 1
 _Count = Annotated[int, Meta(ge=0, le=_COUNT_MAX)]
@@ -39,8 +46,9 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
     deployment did not report the tokens. `baseline_microusd`: the cost without Sameway, None if
     unknown. Of its difference to the cost, the provider's prompt cache saved
     `prefix_read_microusd`, its writes cost `prefix_write_microusd`, and `mechanism` explains the
-    remainder. `user` is the end user that the request named, and `tags` a JSON object of its tags;
-    both may be empty (`labels.py`). `charges`, which is not a column of the table, lists the row's
+    remainder. `user` and `session` are those that the request named, and `tags` a JSON object of its
+    tags; each may be empty (`journey/needs.py`). A question to a verifier has those of the request
+    that it is about. `region` is what the settings say of the deployment. `charges`, which is not a column of the table, lists the row's
     amounts for the counts of budgets.
     """
 
@@ -61,6 +69,8 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
     mechanism: _Text = ""
     user: _Text = ""
     tags: Annotated[str, Meta(max_length=16_384)] = ""
+    session: _Text = ""
+    region: _Text = ""
     charges: tuple[Charge, ...] = ()
 
     def savings(self) -> list[tuple[str, int]]:
@@ -81,11 +91,22 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
         return _decode_tags(self.tags) if self.tags else {}
 
 
+class HitsPart(msgspec.Struct, frozen=True):
+    """The hits of one key, user and tags among those of a row, and the sum of their known baselines."""
+
+    key_id: int
+    user: str
+    tags: str
+    requests: int
+    saved_microusd: int
+
+
 class HitsRow(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that cost nothing, of one team, alias and source, in one hour.
 
     `source` is exact, semantic or coalesced. `unknown` counts the `requests` without a known
-    baseline; `baseline_microusd` sums the known baselines.
+    baseline; `baseline_microusd` sums the known baselines. `parts`, which is not a column of the
+    table, divides them for the sums by key, user and tag.
     """
 
     id: str
@@ -96,6 +117,7 @@ class HitsRow(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     unknown: int
     baseline_microusd: int
+    parts: tuple[HitsPart, ...] = ()
 
 
 def charges_of(row: LedgerRow, counts: Iterable[Taken]) -> tuple[Charge, ...]:
@@ -145,9 +167,7 @@ def decode_row(data: bytes) -> LedgerRow:
     except (UnicodeDecodeError, RecursionError) as error:  # as `cache.stored`, whose package needs a Redis client
         raise msgspec.DecodeError(str(error)) from None
     # PostgreSQL refuses NUL in texts
-    if "\0" in "".join(
-        (row.id, row.request_id, row.alias, row.deployment, row.kind, row.mechanism, row.user, row.tags)
-    ):
+    if "\0" in "".join([text for text in msgspec.structs.astuple(row) if isinstance(text, str)]):
         raise msgspec.ValidationError("a text holds a NUL")
     if row.tags and any("\0" in name + value for name, value in row.tags_by_name().items()):
         raise msgspec.ValidationError("a tag holds a NUL")

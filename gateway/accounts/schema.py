@@ -9,7 +9,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from gateway.accounts.row import COUNTS, KINDS
+from gateway.accounts.row import COUNTS, HIT_SUMS, KINDS
 
 VERSION = "0001"
 LIMITS = ("requests_per_min", "tokens_per_min")
@@ -193,7 +193,7 @@ ledger = _table(
     *_columns(sa.BigInteger, "prefix_read_microusd", "prefix_write_microusd", default="0"),
     sa.Column("mechanism", sa.Text, nullable=False, server_default=""),
     sa.Column("provider_cost_microusd", sa.BigInteger),
-    *_columns(sa.Text, "user", "tags", default=""),
+    *_columns(sa.Text, "user", "tags", "session", "region", default=""),
     sa.Index(None, "at_ms", "id"),
     sa.Index(None, "team_id", "at_ms", "id"),
     postgresql_partition_by="RANGE (at_ms)",
@@ -220,13 +220,12 @@ audit = _table(
     sqlite_autoincrement=True,
 )
 
-# The ledger summed by UTC day (days since 1970), written in the transaction of the rows. Totals and
-# budgets over years are read from it.
+# The ledger summed by UTC day (days since 1970), written in the transaction of the rows, and hits,
+# which have no deployment. Totals and budgets over years are read from it.
 ledger_days = _table(
     "ledger_days",
     *_key(day=sa.Integer, team_id=sa.Integer, key_id=sa.Integer, alias=sa.Text, deployment=sa.Text, kind=sa.Text),
-    *_columns(sa.BigInteger, "requests", *COUNTS),
-    *_columns(sa.BigInteger, *KINDS, default="0"),
+    *_columns(sa.BigInteger, "requests", *COUNTS, *KINDS, *HIT_SUMS, default="0"),
 )
 
 # The ledger summed by one axis at a time, over days and blocks of days (`rollups.py`), written in the
@@ -234,7 +233,7 @@ ledger_days = _table(
 ledger_rollups = _table(
     "ledger_rollups",
     *_key(period=sa.Integer, axis=sa.Text, team_id=sa.Integer, value=sa.Text),
-    *_columns(sa.BigInteger, "requests", *COUNTS, *KINDS),
+    *_columns(sa.BigInteger, "requests", *COUNTS, *KINDS, *HIT_SUMS, default="0"),
     sqlite_with_rowid=False,
 )
 

@@ -448,6 +448,7 @@ class LedgerSumOut(_Out):
     deployment: str | None
     user: str | None = Field(description="empty: requests without one")
     tag: str | None = Field(description="a value of the tag that was asked for, else the name of a tag")
+    region: str | None = Field(description="what the settings say of the deployments")
     day: str | None = Field(description="an ISO date, in UTC")
     is_other: bool = Field(description="the users or tags beyond those that are counted apart")
     requests: int
@@ -455,6 +456,9 @@ class LedgerSumOut(_Out):
     cached_tokens: int
     completion_tokens: int
     cost_microusd: int
+    hits: int = Field(description="answers that cost nothing: none of the `requests`, and of no deployment")
+    saved_microusd: int = Field(description="what the hits would have cost, where that is known")
+    checks_microusd: int = Field(description="of the cost: questions to verifiers, and checks of hits")
 
 
 class LedgerSumsOut(_Out):

@@ -159,7 +159,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             team_id=_team_id(request), alias=query.get("model") or None, deployment=query.get("deployment") or None
         )
         by = query.get("by", "")
-        if by in ("user", "tag"):  # whose sums are kept by team and day alone
+        if by in ("user", "tag", "region"):  # whose sums are kept by team and day alone
             where = replace(where, alias=None, deployment=None, tag=query.get("tag") or None if by == "tag" else None)
         is_group, tag = by in GROUPS, where.tag
         sums = await views.ledger_sums(parts, where, by, tag=tag, limit=_SUMS_PER_PAGE) if is_group else None
@@ -227,7 +227,8 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
         team = await teams.get_team(parts, team_id)
         stats = await views.or_none(views.stats(parts, StatsWindow.DAY, team_id))
         certified = await views.or_none(cache_views.certificate(parts, team_id))
-        by_model = await parts.ledger.totals([Group.ALIAS, Group.DEPLOYMENT], LedgerFilter(team_id=team_id))
+        totals = await parts.ledger.totals([Group.ALIAS, Group.DEPLOYMENT], LedgerFilter(team_id=team_id))
+        by_model = [total for total in totals if total.deployment]
         return pages.render(
             request,
             "team.html",

@@ -23,7 +23,7 @@ def _digits(text: Any) -> Any:
 
 GROUPS = {
     "team": Group.TEAM, "key": Group.KEY, "user": Group.USER, "model": Group.ALIAS, "deployment": Group.DEPLOYMENT,
-    "tag": Group.TAG, "day": Group.DAY,
+    "tag": Group.TAG, "region": Group.REGION, "day": Group.DAY,
 }  # fmt: skip
 """What sums of the ledger can be grouped by, by the names of the API."""
 ROUTES_CURSOR = r"^([0-9]{1,19}-[0-9]{1,19})?$"  # an entry of a Redis stream; 20 digits may be too many
@@ -37,7 +37,7 @@ Label = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f]*$")]
 RoutesCursor = Annotated[str, Field(json_schema_extra={"pattern": ROUTES_CURSOR}, description="of an earlier page")]
 LedgerCursor = Annotated[str, Field(json_schema_extra={"pattern": f"^{CURSOR}$"}, description="of an earlier page")]
 _group = f"({'|'.join(GROUPS)})"
-Groups = Annotated[str, Field(pattern=f"^({_group}(,{_group}){{0,6}})?$", description="such as `team,user`")]
+Groups = Annotated[str, Field(pattern=f"^({_group}(,{_group}){{0,7}})?$", description="such as `team,user`")]
 CacheKind = Literal["", "exact", "semantic", "coalesced", "miss", "bypass"]
 RouteOutcome = Literal["", "ok", "refused", "failed", "failover"]
 
@@ -77,15 +77,19 @@ def ledger_filter(
     key_id: Id | None = None,
     model: Label | None = None,
     deployment: Label | None = None,
+    session: Label | None = None,
+    region: Label | None = None,
     from_s: Moment | None = None,
     until_s: Moment | None = None,
 ) -> LedgerFilter:
-    """The rows of a team, key, model or deployment, from `from_s` on and before `until_s`."""
+    """The rows of a team, key, model, deployment, session or region, from `from_s` on and before `until_s`."""
     return LedgerFilter(
         team_id=team_id,
         key_id=key_id,
         alias=model or None,
         deployment=deployment or None,
+        session=session or None,
+        region=region or None,
         from_ms=int(from_s * 1000) if from_s is not None else None,
         until_ms=int(until_s * 1000) if until_s is not None else None,
     )

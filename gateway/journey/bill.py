@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from gateway.accounts import Identity, LedgerRow, booked, charges_of
+from gateway.accounts.row import CHECKING
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import NOT_DEARER
 from gateway.journey.needs import booked_labels
 from gateway.journey.outcomes import Answered, Claim, MoneyFacts, Spent, Try
-from gateway.journey.savings import CHECKING, CHECKS, TRIES, beside, compared, joined
+from gateway.journey.savings import CHECKS, TRIES, beside, compared, joined
 from gateway.journey.turn import Turn
 from gateway.wire.plain import counted_in
 from gateway.wire.usage import tier_of
@@ -186,6 +187,7 @@ def _row(
         cost_microusd=cost_microusd,
         kind=turn.arrival.operation,
         usage_estimated=tried.progress.usage is None,
+        region=tried.deployment.settings.region,
     )
-    labels = booked_labels(turn.body, turn.labels)
+    labels = booked_labels(turn)
     return msgspec.structs.replace(row, **labels) if labels else row

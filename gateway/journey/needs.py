@@ -16,7 +16,7 @@ import msgspec
 from gateway.accounts import Identity
 from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
-from gateway.journey.turn import NO_LABELS, Labels
+from gateway.journey.turn import NO_LABELS, Labels, Turn
 from policies import Budget, Demand
 from policies.counters import Need, value_of
 from policies.windows import ALIAS, DEPLOYMENT, KEY, TAG, USER, Overdraft
@@ -24,7 +24,8 @@ from policies.windows import ALIAS, DEPLOYMENT, KEY, TAG, USER, Overdraft
 TAGS_MAX = 16
 """The tags of a request that its rows of the ledger have."""
 
-_USERS = frozenset({"user", "safety_identifier"})
+_NAMED = frozenset({"user", "safety_identifier", "prompt_cache_key"})
+_UNNAMED: dict[str, str] = {}
 _READ_CHARS, _KEPT_CHARS, _DIGEST_CHARS = 1024, 64, 16
 
 
@@ -67,13 +68,18 @@ def values_of(identity: Identity, alias: str, body: Mapping[str, Any], labels: L
     return values
 
 
-def booked_labels(body: Mapping[str, Any], labels: Labels) -> dict[str, str]:
-    """The `user` and the `tags` of a request as its rows of the ledger have them, where it names
-    any: texts of bounded length, the tags as a JSON object.
+def booked_labels(turn: Turn) -> dict[str, str]:
+    """The `user`, the `session` and the `tags` of a request as its rows of the ledger have them, where
+    it names any: texts of bounded length, the tags as a JSON object.
     """
+    body, labels = turn.body, turn.labels
+    if turn.booked is not None or (labels is NO_LABELS and _NAMED.isdisjoint(body)):
+        return turn.booked or _UNNAMED
     booked = {}
-    if not _USERS.isdisjoint(body) and (user := _user(body)):
+    if user := _user(body):
         booked["user"] = _kept(user)
+    if session := _session(body, labels):
+        booked["session"] = _kept(session)
     if labels is not NO_LABELS:
         tags = {_kept(name): _kept(value) for name, value in islice(_tags(labels).items(), TAGS_MAX)}
         tags = {name: value for name, value in tags.items() if name and value}
@@ -90,7 +96,7 @@ def identity_headers(
     """
     tags = _tags(labels)
     values = {"team": str(identity.team.id), "key": str(identity.key.id), "user": _user(body)}
-    values["session"] = _text(body.get("prompt_cache_key")) or first_turn.hex()
+    values["session"] = _session(body, labels) or first_turn.hex()
     found = [(name, values.get(source) or tags.get(source.partition(":")[2], "")) for name, source in sources.items()]
     return tuple([(name.lower(), quote(value[:_HEADER_CHARS])) for name, value in found if value])
 
@@ -107,6 +113,11 @@ def _kept(text: str) -> str:
 def _user(body: Mapping[str, Any]) -> str:
     user = body.get("safety_identifier")
     return _text(body.get("user") if user is None else user)
+
+
+def _session(body: Mapping[str, Any], labels: Labels) -> str:
+    """The session that a request names: in its tag `session_id`, else in `prompt_cache_key`."""
+    return _tags(labels).get("session_id") or _text(body.get("prompt_cache_key"))
 
 
 def _tags(labels: Labels) -> dict[str, str]:

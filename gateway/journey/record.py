@@ -32,6 +32,10 @@ class RequestFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     # the client's text in `model` where it is no alias itself; bounded, never a label
     model: str = msgspec.field(default="", name="asked")
     is_stream: bool = False
+    # as in rows of the ledger; in no log
+    user: str = ""
+    session: str = ""
+    tags: str = ""
 
 
 class CacheFacts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -103,7 +107,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 _PARTS: Mapping[str, type[msgspec.Struct]] = {part.name: part.type for part in msgspec.structs.fields(Record)}
-_UNRECORDED = ("units", "rounds")  # of `usage`: the cost has them
+_UNRECORDED = ("units", "rounds", "user", "session", "tags")  # the cost has the first two, the ledger has the others
 _FIELDS = [
     (part, field)
     for part, values in _PARTS.items()

@@ -8,6 +8,7 @@ from cache import Entry
 from gateway.accounts import Identity
 from gateway.journey.flight import Flight, Reply
 from gateway.journey.generation import Generation
+from gateway.journey.needs import booked_labels
 from gateway.journey.outcomes import Hedged, MoneyFacts, Rejection, SemanticResult
 from gateway.journey.record import AnswerFacts, CacheFacts, Record, RequestFacts, Times, VerifierFacts
 from gateway.journey.storing import deployment_of
@@ -59,6 +60,8 @@ def record_of(
         model=shown(model) if model != alias else "",
         is_stream=turn is not None and turn.is_stream,
     )
+    if turn is not None and (labels := booked_labels(turn)):
+        request = replace(request, **labels)
     if flight is not None:
         return Record(request, ended, *_of_flight(flight, duration_ms))
     if reply is not None:

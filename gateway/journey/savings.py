@@ -19,9 +19,6 @@ TRIES = "tries"
 CHECKS = "checks"
 """Requests of the gateway's own: questions to a verifier, and answers generated to check a hit."""
 CHEAPER_ROUTE, DEARER_ROUTE, LOCAL_ENGINE = "cheaper_route", "dearer_route", "local_engine"
-VERIFY, CHECK = "verify", "check"
-"""The operations of a question to a verifier, and of an answer that is generated to check a hit."""
-CHECKING = frozenset({VERIFY, CHECK})
 _NOTHING: dict[str, int] = {}
 
 

@@ -13,6 +13,7 @@ import time
 
 import msgspec
 
+from gateway.accounts.row import VERIFY
 from gateway.backends.base import (
     BackendDenied,
     BackendError,
@@ -33,7 +34,6 @@ from gateway.journey.hedge import Race
 from gateway.journey.outcomes import Rejection
 from gateway.journey.queue import note_route, routed
 from gateway.journey.rescue import Rescue
-from gateway.journey.savings import VERIFY
 from gateway.wire.errors import ApiError, BudgetExceeded, Unavailable, Upstream, UpstreamDenied, last_to_reset
 from policies import Demand, Route
 

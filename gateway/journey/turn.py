@@ -103,6 +103,7 @@ class Turn(msgspec.Struct, frozen=True):
     upload: FormFiles | None = None
     passage: Passage | None = None
     trace: tuple[tuple[str, str], ...] = ()  # the headers that bind its spans to a trace
+    booked: dict[str, str] | None = None  # of a request of the gateway's own: the labels of the one that it is about
 
     @property
     def shortened_to(self) -> int | None:

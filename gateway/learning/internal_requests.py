@@ -16,11 +16,11 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway.accounts import Identity
+from gateway.accounts.row import CHECK, VERIFY
 from gateway.deployments.alias import Alias
 from gateway.journey.flight import Reply
 from gateway.journey.generation import Compared, Generation
 from gateway.journey.rate_limits import Headers
-from gateway.journey.savings import CHECK, VERIFY
 from gateway.journey.turn import Ended, Turn, arrive, read_turn
 from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline
@@ -59,11 +59,16 @@ class InternalRequests:
         """The number of generations under way at the pipeline."""
         return self._pipeline.generations if self._pipeline is not None else 0
 
-    async def ask(self, body: dict[str, Any], payer: Identity, alias: Alias, within_s: float) -> OwnReply:
-        """The reply to a body. `alias` is one of the gateway's own; the team of `payer` pays."""
+    async def ask(
+        self, body: dict[str, Any], payer: Identity, alias: Alias, within_s: float, labels: dict[str, str] | None = None
+    ) -> OwnReply:
+        """The reply to a body. `alias` is one of the gateway's own; the team of `payer` pays. `labels`
+        are those of the request that it is about (`booked_labels`).
+        """
         identity = dataclasses.replace(payer, key=dataclasses.replace(payer.key, models=None))
         own = {"no-cache": True, "no-store": True}
         turn = read_turn(msgspec.json.encode({**body, "stream": False, "cache": own}), {}, arrive(VERIFY))
+        turn = replace(turn, booked=labels)
         return await self._answered(turn, identity, alias, within_s)
 
     async def check(self, hit: Generation, checks: Compared) -> None:

@@ -30,6 +30,7 @@ from gateway.accounts.accounts import Accounts
 from gateway.deployments.fleet import Fleet
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
+from gateway.journey.needs import booked_labels
 from gateway.journey.outcomes import Asking, SemanticResult
 from gateway.journey.queue import ranking
 from gateway.journey.record import Record
@@ -66,6 +67,8 @@ from policies.asking import (
 )
 from policies.verification import Verification, Verify
 
+_Labels = dict[str, str]
+_LABELS = ("user", "session", "tags")
 _WITHIN_S = 30.0  # for a word that no request waits for
 _TYPICAL_CHARS = 600  # of an answer, before it is read
 _ANSWER_BYTES_MAX = 256 << 10  # of an entry that is shown
@@ -223,7 +226,7 @@ class Verifiers:
         """The answer that the verifier calls right, and the risk that it is wrong; None without one
         that may be served.
         """
-        verifier = self._verifier(plan.askable, generation.identity, generation.alias.name, asking)
+        verifier = self._of(plan.askable, generation, asking)
         shown = [_stored(candidate, entry) for candidate, entry in answers]
         choice = await verifier.choose(generation.looked.fingerprint.text or "", shown)
         right = None
@@ -341,21 +344,33 @@ class Verifiers:
 
     async def _examine(self, plan: _Plan, generation: Generation, answer: tuple[Asked, Entry]) -> None:
         fingerprint, exam = generation.looked.fingerprint, plan.askable.exam
-        stored, verifier = _stored(*answer), self._verifier(plan.askable, generation.identity, generation.alias.name)
+        stored, verifier = _stored(*answer), self._of(plan.askable, generation)
         space = fingerprint.partition + fingerprint.compat
         await exam.sit(verifier, self._recent, space, QAPair(stored.prompt, stored.answer))
 
     # -- questions
 
-    def _verifier(self, askable: Askable, payer: Identity, alias: str, asking: Asking | None = None) -> Verifier:
-        ask = partial(self._ask, askable, payer, alias, asking)
+    def _of(self, askable: Askable, generation: Generation, asking: Asking | None = None) -> Verifier:
+        labels = booked_labels(generation.turn)
+        return self._verifier(askable, generation.identity, generation.alias.name, labels, asking)
+
+    def _verifier(
+        self, askable: Askable, payer: Identity, alias: str, labels: _Labels, asking: Asking | None = None
+    ) -> Verifier:
+        ask = partial(self._ask, askable, payer, alias, labels, asking)
         return Verifier(askable.alias.name, ask, askable.name, has_odds=askable.has_odds)
 
     async def _ask(
-        self, askable: Askable, payer: Identity, alias: str, asking: Asking | None, body: dict[str, Any]
+        self,
+        askable: Askable,
+        payer: Identity,
+        alias: str,
+        labels: _Labels,
+        asking: Asking | None,
+        body: dict[str, Any],
     ) -> bytes | None:
         team = payer.team
-        reply = await self._requests.ask(body, payer, askable.alias, _WITHIN_S)
+        reply = await self._requests.ask(body, payer, askable.alias, _WITHIN_S, labels)
         if asking is not None:
             asking.cost_microusd += reply.cost_microusd
             asking.verifier = reply.deployment or asking.verifier
@@ -385,7 +400,7 @@ class Verifiers:
         cost_max, team_id = self._settings.cache.verify_share * gathered.cost_microusd, gathered.payer.team.id
         if question.cost_microusd > cost_max or not self._spending.allows(team_id, question.cost_microusd):
             return None
-        return self._verifier(askable, gathered.payer, gathered.alias.name)
+        return self._verifier(askable, gathered.payer, gathered.alias.name, {})
 
     def of(self, record: Record, space: bytes) -> Judge | None:
         """The judge of a request's fresh answer, in its namespace; None where no verifier is named."""
@@ -406,7 +421,8 @@ class Verifiers:
         question = askable.expected(_demand(chars)) if askable is not None else None
         if askable is None or question is None or not self._spending.allows(payer.team.id, 2 * question.cost_microusd):
             return none
-        verifier = self._verifier(askable, payer, record.request.alias)
+        labels = {name: text for name in _LABELS if (text := getattr(record.request, name))}
+        verifier = self._verifier(askable, payer, record.request.alias, labels)
         await askable.exam.sit(verifier, self._recent, space, fresh)
         return await verifier.judge(fresh, cached) if askable.exam.counts else none
 

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cache.stored import reader
-from gateway.accounts import HitsRow
+from gateway.accounts import HitsPart, HitsRow
+from gateway.accounts.row import CHECKING
 from gateway.journey.record import PATHS, Record, VerifierFacts, flat, of_flat
-from gateway.journey.savings import CHECKING
 from gateway.settings import NEAR_SIMILARITY_MIN
 from gateway.telemetry import buckets
 from gateway.telemetry.measured_error import CheckCounts, CheckedPeriod, Pair
@@ -39,6 +39,7 @@ _ROUTES_MAX = 2_000
 _NEAR_MAX = 1_000
 _TOGETHER_MAX = 1_000  # records that are summed at once
 _LATEST_PER_FLUSH = 100  # records that a worker keeps of each second, the newest ones
+_PARTS_MAX = 2_000  # sums of hits by key, user and tags until the ledger has them; further ones are by key
 _UNSENT_MAX = 180  # minutes kept while Redis is away; drops the oldest
 _READ_AHEAD = 200  # entries of a stream in one reply
 
@@ -59,6 +60,10 @@ _LATEST = "return redis.call('XREVRANGE', KEYS[1], ARGV[1], '-', 'COUNT', ARGV[2
 
 _encoder = msgspec.msgpack.Encoder()
 _read = reader(msgspec.msgpack.Decoder(dict[str, Any]))
+
+
+_HitsLabels = tuple[int, int, str, str]
+_PartLabels = tuple[int, str, str]
 
 
 class _Bucket(NamedTuple):
@@ -143,6 +148,7 @@ _OF_DEPLOYMENTS = ("completion_tokens", "cost_microusd")
 _TRIED = {"ok": "ok", "error": "failed", "denied": "failed"}  # the counts of `DeploymentTally`, by an attempt's verdict
 _LABELS = ("team_id", "cache", "status", "error", "alias", "batch", "route", "deployment")
 _labels_of = attrgetter(*[PATHS[name] for name in _LABELS])
+_hit_of = attrgetter("request", "money")
 
 
 def _sums_of(kind: str, records: Sequence[Record]) -> dict[str, int]:
@@ -188,7 +194,8 @@ class Stats:
         # the counts by field, by the buckets that they are added to
         self._unsent = defaultdict[tuple[_Bucket, ...], Counter[str]](Counter)
         self._hours: dict[int, CheckedPeriod] = {}  # by start; past hours only
-        self._hits = defaultdict[tuple[int, int, str, str], Counter[str]](Counter)  # by hour, team, source and alias
+        # by hour, team, source and alias, then by key, user and tags: the hits, those without a baseline, the baselines
+        self._hits = defaultdict[_HitsLabels, dict[_PartLabels, list[int]]](dict)
         self.certificates: dict[Pair, str] = {}  # ids of the current ones; without an entry: the first, ""
 
     def add(self, record: Record) -> None:
@@ -248,7 +255,7 @@ class Stats:
             sums, minute_buckets = _sums_of(kind, group), _buckets_of(minute)
             self._count(minute_buckets, sums, team_id, kind, model, buckets.BATCH_LINES if batch else route)
             if kind in buckets.HITS:
-                self._hits[minute // 60, team_id, kind, model].update(sums)
+                self._add_hits(self._hits[minute // 60, team_id, kind, model], group)
             else:
                 self._count_deployments(minute_buckets, deployment, kind, group, sums)
             if kind in buckets.ANSWERED and team_id and route not in CHECKING:
@@ -258,6 +265,16 @@ class Stats:
         minutes = [key for key in self._unsent if key is not _CERTIFIED]
         for oldest in minutes[: max(0, len(minutes) - _UNSENT_MAX)]:
             del self._unsent[oldest]
+
+    def _add_hits(self, parts: dict[_PartLabels, list[int]], hits: Sequence[Record]) -> None:
+        for request, money in map(_hit_of, hits):
+            labels = (request.key_id, request.user, request.tags)
+            sums = parts.get(labels)
+            if sums is None:
+                sums = parts.setdefault(labels if len(parts) < _PARTS_MAX else (request.key_id, "", ""), [0, 0, 0])
+            sums[0] += 1
+            sums[1] += money.is_baseline_unknown
+            sums[2] += money.saved_microusd
 
     def _count_deployments(
         self,
@@ -291,11 +308,12 @@ class Stats:
                 team_id=team_id,
                 alias=alias,
                 source=source,
-                requests=sums[buckets.REQUESTS],
-                unknown=sums["uncompared"],
-                baseline_microusd=sums["saved_microusd"],
+                requests=sum(requests for requests, _, _ in parts.values()),
+                unknown=sum(unknown for _, unknown, _ in parts.values()),
+                baseline_microusd=sum(saved for _, _, saved in parts.values()),
+                parts=tuple([HitsPart(*labels, requests, saved) for labels, (requests, _, saved) in parts.items()]),
             )
-            for (hour, team_id, source, alias), sums in taken
+            for (hour, team_id, source, alias), parts in taken
         ]
 
     def _now(self) -> tuple[_Bucket, ...]:

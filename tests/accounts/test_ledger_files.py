@@ -139,7 +139,15 @@ async def test_a_reader_sees_the_columns_of_focus(ledger: Ledger, tmp_path: Path
     booked = (await ledger.rows(LedgerFilter(until_ms=START_MS + 3 * HOUR_MS), limit=100)).rows
     assert len(found) == len(booked) == 18
     assert round(sum(row["BilledCost"] for row in found) * 1_000_000) == sum(row.cost_microusd for row in booked)
-    nullable = {"ChargeClass", "BillingAccountName", "PricingQuantity", "PricingUnit", "SubAccountName"}
+    nullable = {
+        "RegionId",
+        "RegionName",
+        "ChargeClass",
+        "BillingAccountName",
+        "PricingQuantity",
+        "PricingUnit",
+        "SubAccountName",
+    }
     assert {name for row in found for name, value in row.items() if value is None} <= nullable
     assert {row["ChargePeriodStart"].hour for row in found} == {12, 13, 14}
 

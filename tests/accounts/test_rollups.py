@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import defaultdict
 from itertools import product
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.accounts import Invalid, LedgerRow
+from gateway.accounts import HitsPart, HitsRow, Invalid, LedgerRow
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.ledger import Group, Ledger, LedgerFilter
 from gateway.accounts.rollups import OTHER, SPANS, SUMS, TAG_NAMES_MAX, periods
@@ -102,6 +103,48 @@ async def test_sums_by_every_axis_are_those_of_the_rows(accounts: Accounts) -> N
     assert alice.cost_microusd == sum(row.cost_microusd for row in rows if row.user == "alice")
     with pytest.raises(Invalid, match="by"):
         await ledger.totals([Group.USER, Group.KEY])
+
+
+async def test_hits_and_checks_are_summed_as_rows_are(accounts: Accounts) -> None:
+    """Two writers at once, with ids again: by each axis a hit stands beside what was generated, and a question to a
+    verifier is part of the cost; of a day without rows, too."""
+    ledger, base = Ledger(accounts.database), make_rows(1)[0]
+    rows = [
+        msgspec.structs.replace(
+            base, id=f"r{number}", team_id=1, key_id=2, at_ms=NOON_MS, user="ann", tags='{"app":"web"}', cost_microusd=10,
+            region="eu", kind=("chat", "verify", "check")[number % 3],
+        )
+        for number in range(60)
+    ]  # fmt: skip
+    hits = [
+        HitsRow(
+            id=f"h{number}", at_ms=NOON_MS + DAY_MS * (number % 2), team_id=1, alias=base.alias, source="exact", requests=3,
+            unknown=1, baseline_microusd=8,
+            parts=(HitsPart(2, "ann", '{"app":"web"}', 1, 5), HitsPart(3, f"u{number}", "", 2, 3)),
+        )
+        for number in range(40)
+    ]  # fmt: skip
+    await asyncio.gather(
+        *(ledger.append(rows[start : start + 30]) for start in (0, 20, 30)),
+        *(ledger.append_hits(hits[start : start + 15]) for start in (0, 10, 25)),
+    )
+    wanted = {
+        Group.TEAM: {1: (60, 120, 320, 400)},
+        Group.KEY: {2: (60, 40, 200, 400), 3: (0, 80, 120, 0)},
+        Group.ALIAS: {base.alias: (60, 120, 320, 400)},
+        Group.DEPLOYMENT: {base.deployment: (60, 0, 0, 400), "": (0, 120, 320, 0)},
+        Group.REGION: {"eu": (60, 0, 0, 400)},
+        Group.USER: {"=ann": (60, 40, 200, 400)} | {f"=u{number}": (0, 2, 3, 0) for number in range(40)},
+        Group.TAG: {"=app": (60, 40, 200, 400)},
+        Group.DAY: {"2026-11-21": (60, 60, 160, 400), "2026-11-22": (0, 60, 160, 0)},
+    }
+    for group, sums in wanted.items():
+        found = {getattr(one, group): one for one in await ledger.totals([group])}
+        assert {
+            value: (one.requests, one.hits, one.saved_microusd, one.checks_microusd) for value, one in found.items()
+        } == sums, group
+    whole = await ledger.totals([Group.KEY, Group.ALIAS], LedgerFilter(key_id=3))
+    assert [(one.hits, one.saved_microusd) for one in whole] == [(80, 120)]
 
 
 async def test_users_and_tags_beyond_the_bound_share_one_sum(accounts: Accounts) -> None:

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from redis.asyncio import Redis
 from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
 
-from gateway.accounts import schema
+from gateway.accounts import HitsPart, HitsRow, schema
 from gateway.admin.guard import COOKIE
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Rejection
@@ -494,7 +494,28 @@ async def test_the_ledger_is_summed_by_user_and_tag(world: World, client: httpx.
     assert one["requests"] == 2
     [by_model] = (await client.get("/admin/api/ledger/sums?by=model,key,deployment")).json()["sums"]
     assert by_model["requests"] == 4
-    for query in ("by=user,model", "by=user,tag", "by=tag&key_id=1", "by=nothing", "by=user,", "user=a&tag=b"):
+    part = HitsPart(1, "ann", '{"app":"web"}', 2, 50)
+    hits = HitsRow(
+        id="h", at_ms=int(NOW_S * 1000), team_id=1, alias="small", source="exact", requests=2, unknown=0,
+        baseline_microusd=50, parts=(part,),
+    )  # fmt: skip
+    await world.ledger.append_hits([hits])
+    [ann] = (await client.get("/admin/api/ledger/sums?by=user&user=ann")).json()["sums"]
+    assert (ann["requests"], ann["hits"], ann["saved_microusd"], ann["checks_microusd"]) == (2, 2, 50, 0)
+    await world.spend(1, 9, number=9, session="run-1", region="eu")
+    [row] = (await client.get("/admin/api/ledger?session=run-1&region=eu")).json()["rows"]
+    [region] = (await client.get("/admin/api/ledger/sums?by=region")).json()["sums"]
+    assert (row["cost_microusd"], row["session"], region["region"], region["cost_microusd"]) == (9, "run-1", "eu", 9)
+    for query in (
+        "by=user,model",
+        "by=user,tag",
+        "by=region,tag",
+        "session=run-1",
+        "by=tag&key_id=1",
+        "by=nothing",
+        "by=user,",
+        "user=a&tag=b",
+    ):
         assert (await client.get(f"/admin/api/ledger/sums?{query}")).status_code == 400, query
 
 

@@ -63,14 +63,16 @@ async def test_a_tag_comes_from_metadata_or_a_header(world: World, team: Team, h
     assert await world.used_of(tag) == {value: (await booked(world), 0)}
 
 
-async def test_rows_have_the_user_and_the_tags_of_their_request(world: World, team: Team) -> None:
+async def test_rows_have_the_user_the_session_and_the_tags_of_their_request(world: World, team: Team) -> None:
     """Of a plain request, an odd one and an embedding; texts are bounded, stay apart, and no row is set aside."""
     long, many = "x" * 5_000, {f"tag{number:02}": "v" for number in range(40)}
     odd = {"": "a", "nul": "a\0b", "empty": "", "number": 7, long: long}
     await world.ask("one", model="dear", key=team.key)
-    await world.ask("two", model="dear", key=team.key, user="  alice ", headers={"x-sameway-tags": "app=web,=x,y"})
-    await world.ask("three", model="dear", key=team.key, user=f"{long}1", metadata=odd)
-    await world.ask("four", model="dear", key=team.key, user=f"{long}2", metadata=many)
+    two_tags = {"x-sameway-tags": "app=web,=x,y"}
+    await world.ask("two", model="dear", key=team.key, user="  alice ", prompt_cache_key="run-1", headers=two_tags)
+    await world.ask("three", model="dear", key=team.key, user=f"{long}1", prompt_cache_key="run-1", metadata=odd)
+    many["session_id"] = "run-2"
+    await world.ask("four", model="dear", key=team.key, user=f"{long}2", prompt_cache_key="run-1", metadata=many)
     embedded = {"path": "/v1/embeddings", "input": "hello", "user": "bob"}
     await world.ask(None, model="all-minilm-l6-v2", key=team.key, **embedded)
     one, two, three, four, five = await world.ledger()
@@ -82,6 +84,8 @@ async def test_rows_have_the_user_and_the_tags_of_their_request(world: World, te
     assert len(three.user) == len(four.user) == 64
     assert three.user != four.user
     assert len(four.tags_by_name()) == 16
+    assert [row.session for row in (one, two, three, four, five)] == ["", "run-1", "run-1", "run-2", ""]
+    assert [(row.region, row.deployment) for row in (one, five)] == [("eu-west-1", "dear"), ("", five.deployment)]
 
 
 async def test_tags_of_responses_count(world: World, team: Team) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.accounts import LedgerRow
 from gateway.accounts.accounts import Accounts
-from gateway.accounts.ledger import Ledger, LedgerFilter
+from gateway.accounts.ledger import Group, Ledger, LedgerFilter
 from gateway.accounts.ledger_writer import HitsWriter
 from gateway.telemetry.stats import Stats
 from tests.journey.conftest import OpenWorld
@@ -144,8 +144,9 @@ async def test_the_days_are_the_sum_of_rows_and_hits(world: World, accounts_of: 
     ledger = Ledger(accounts_of.database)
     stats = Stats(world.redis, lambda: 0.0)
     hits = HitsWriter(ledger, stats.take_hits)
-    for text in ("one", "one", "two", "one"):
+    for text in ("one", "one", "two"):
         await world.ask(text, model="routed")
+    await world.ask("one", model="routed", user="ann", metadata={"app": "web"})
     world.backends["cheap"].plays(unavailable())
     await world.ask("three", model="routed")
     await world.quiet()
@@ -161,6 +162,13 @@ async def test_the_days_are_the_sum_of_rows_and_hits(world: World, accounts_of: 
         sums[0] += line.requests
         sums[1] += line.amount_microusd
     assert found == {"baseline": [5, 1000], "spent": [3, 240], "exact": [2, 400], "cheaper_route": [2, 360]}
+    by_user = {
+        total.user: (total.requests, total.hits, total.saved_microusd) for total in await ledger.totals([Group.USER])
+    }
+    [by_key] = await ledger.totals([Group.KEY, Group.ALIAS], LedgerFilter(key_id=rows[0].key_id, deployment=""))
+    assert (by_user, by_key.hits) == ({"": (3, 1, 200), "=ann": (0, 1, 200)}, 2)
+    [by_tag] = await ledger.totals([Group.TAG], LedgerFilter(tag="app"))
+    assert (by_tag.tag, by_tag.hits, by_tag.saved_microusd, by_tag.cost_microusd) == ("=web", 1, 200, 0)
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ async def test_a_yes_serves_the_stored_answer(world: World, is_stream: bool) -> 
     """It is a semantic hit that says so; header, record and ledger have who was asked, and what that cost."""
     entry = await stored(world)
     says(world, "1")
-    reply = await world.ask(SECOND, stream=is_stream)
+    reply = await world.ask(SECOND, stream=is_stream, user="ann", metadata={"session_id": "run-1"})
     assert (reply.cache, reply.headers["x-sameway-verified"], reply.content) == ("semantic", "true", "answer of large")
     assert generated(world) == 1
     assert saw(world)["request"] == SECOND
@@ -81,6 +81,7 @@ async def test_a_yes_serves_the_stored_answer(world: World, is_stream: bool) -> 
     assert (record.verifier.verifier, record.verifier.verdict) == ("reader", "yes")
     question = (await world.ledger())[1]
     assert (question.kind, question.alias, question.team_id) == ("verify", "small", record.request.team_id)
+    assert (question.user, question.session, question.tags_by_name()) == ("ann", "run-1", {"session_id": "run-1"})
     assert record.verifier.verify_microusd == question.cost_microusd > 0
     assert reply.headers["x-sameway-cost-usd"] == f"0.{question.cost_microusd:06d}"
     assert float(reply.headers["x-sameway-saved-usd"]) == pytest.approx(0.0015 - question.cost_microusd / 1e6)
