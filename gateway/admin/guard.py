@@ -33,7 +33,7 @@ from cache import CacheUnavailable
 from gateway import accounts
 from gateway.accounts.database import is_down
 from gateway.accounts.sessions import Sessions
-from gateway.admin.guesses import SharedGuesses
+from gateway.admin.guesses import Guesses
 from gateway.exceptions import let_go
 from gateway.loggers import get_logger
 from gateway.settings import Settings
@@ -126,7 +126,7 @@ class Guard:
         ).digest()
         self._sessions = sessions
         self._count = count
-        self._guesses = SharedGuesses(clock, redis)
+        self._guesses = Guesses(clock, redis)
 
     async def check_key(self, request: Request, endpoint: Endpoint, key: str) -> None:
         """Check an operator's key. Raises Unauthenticated for a wrong key, TooManyWrongKeys before reading it."""

@@ -33,34 +33,6 @@ class _Tries:
     pause_s: float
 
 
-class Guesses:
-    """Wrong keys by endpoint and network, the longest quiet first. `clock` gives steady seconds."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.tries: dict[tuple[str, str], _Tries] = {}
-
-    def wait_s(self, endpoint: str, client: str) -> float:
-        """The seconds until a key of `client`, an IP address, is read; 0 if it is read now."""
-        tries = self.tries.get((endpoint, network_of(client)))
-        return 0.0 if tries is None else max(0.0, tries.last_s + tries.pause_s - self._clock())
-
-    def add(self, endpoint: str, client: str) -> float:
-        """Count a wrong key; returns the seconds until the network's next key is read."""
-        key, now_s = (endpoint, network_of(client)), self._clock()
-        tries = self.tries.pop(key, None)
-        wrong = 1 if tries is None or now_s - tries.last_s > _FORGOTTEN_AFTER_S else tries.wrong + 1
-        pause_s = min(2.0 ** min(wrong - _FREE - 1, 10), _PAUSE_S_MAX) if wrong > _FREE else 0.0
-        if len(self.tries) >= _KEPT_MAX:
-            del self.tries[next(iter(self.tries))]
-        self.tries[key] = _Tries(wrong, now_s, pause_s)
-        return pause_s
-
-    def forget(self, endpoint: str, client: str) -> None:
-        """Forget the wrong keys of a client that has the right one."""
-        self.tries.pop((endpoint, network_of(client)), None)
-
-
 # KEYS tries, latest. ARGV endpoint and network, what to do, free tries, the longest pause, when a try is
 # forgotten, how many are kept; times in ms. Answers the ms until the network's next key is read.
 _TRY = """
@@ -91,34 +63,49 @@ _KEYS = ("sameway:{guesses}:tries", "sameway:{guesses}:latest")
 _LIMITS = (_FREE, int(_PAUSE_S_MAX * 1000), int(_FORGOTTEN_AFTER_S * 1000), _KEPT_MAX)
 
 
-class SharedGuesses:
-    """The wrong keys that all workers and hosts have seen; without `redis`, those of this worker."""
+class Guesses:
+    """The wrong keys that all workers and hosts have seen, by endpoint and network; without `redis`
+    those of this worker, the longest quiet first. `clock` gives steady seconds.
+    """
 
-    def __init__(self, clock: Callable[[], float], redis: RedisCommands | None) -> None:
-        self._seen_here = Guesses(clock)
+    def __init__(self, clock: Callable[[], float], redis: RedisCommands | None = None) -> None:
+        self._clock = clock
         self._redis = redis
+        self.tries: dict[str, _Tries] = {}
 
     async def wait_s(self, endpoint: str, client: str) -> float:
-        """As `Guesses.wait_s`."""
-        seen_here_s = self._seen_here.wait_s(endpoint, client)
-        return await self._shared_s("wait", endpoint, client, seen_here_s)
+        """The seconds until a key of `client`, an IP address, is read; 0 if it is read now."""
+        return await self._told("wait", endpoint, client)
 
     async def add(self, endpoint: str, client: str) -> float:
-        """As `Guesses.add`."""
-        seen_here_s = self._seen_here.add(endpoint, client)
-        return await self._shared_s("add", endpoint, client, seen_here_s)
+        """Count a wrong key; returns the seconds until the network's next key is read."""
+        return await self._told("add", endpoint, client)
 
     async def forget(self, endpoint: str, client: str) -> None:
-        """As `Guesses.forget`."""
-        self._seen_here.forget(endpoint, client)
-        await self._shared_s("forget", endpoint, client, 0.0)
+        """Forget the wrong keys of a client that has the right one."""
+        await self._told("forget", endpoint, client)
 
-    async def _shared_s(self, act: str, endpoint: str, client: str, seen_here_s: float) -> float:
+    async def _told(self, act: str, endpoint: str, client: str) -> float:
+        name = f"{endpoint} {network_of(client)}"
+        seen_here_s = self._told_here(act, name)
         if self._redis is not None:
             with contextlib.suppress(RedisError):
-                field = f"{endpoint} {network_of(client)}"
-                return float(await self._redis.eval(_TRY, 2, *_KEYS, field, act, *_LIMITS)) / 1000.0
+                return float(await self._redis.eval(_TRY, 2, *_KEYS, name, act, *_LIMITS)) / 1000.0
         return seen_here_s
+
+    def _told_here(self, act: str, name: str) -> float:
+        now_s, tries = self._clock(), self.tries.get(name)
+        if act == "wait":
+            return 0.0 if tries is None else max(0.0, tries.last_s + tries.pause_s - now_s)
+        self.tries.pop(name, None)
+        if act == "forget":
+            return 0.0
+        wrong = 1 if tries is None or now_s - tries.last_s > _FORGOTTEN_AFTER_S else tries.wrong + 1
+        pause_s = min(2.0 ** min(wrong - _FREE - 1, 10), _PAUSE_S_MAX) if wrong > _FREE else 0.0
+        if len(self.tries) >= _KEPT_MAX:
+            del self.tries[next(iter(self.tries))]
+        self.tries[name] = _Tries(wrong, now_s, pause_s)
+        return pause_s
 
 
 def network_of(client: str) -> str:

@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 from cache.redis_link import RedisLink
 from gateway import app as app_module
 from gateway.admin.guard import COOKIE, Guard
-from gateway.admin.guesses import Guesses, SharedGuesses, network_of
+from gateway.admin.guesses import Guesses, network_of
 from gateway.app import create_app
 from gateway.settings import Settings
 from tests.admin.world import World, open_world
@@ -301,31 +301,31 @@ async def test_the_metrics_key_buys_no_guesses(start: Open) -> None:
             await client.get("/metrics", headers=bearer(METRICS_KEY))
 
 
-def test_pauses_grow_to_a_minute_and_are_forgotten() -> None:
+async def test_pauses_grow_to_a_minute_and_are_forgotten() -> None:
     """Five are free, then 1 s, 2 s and so on; each pause ends by itself, and an hour of quiet forgets all."""
     now_s = 1_000.0
     guesses = Guesses(lambda: now_s)
     pauses = []
     for _ in range(14):
-        pauses.append(guesses.add("login", "192.0.2.1"))
-        assert guesses.wait_s("login", "192.0.2.1") == pauses[-1]
+        pauses.append(await guesses.add("login", "192.0.2.1"))
+        assert await guesses.wait_s("login", "192.0.2.1") == pauses[-1]
         now_s += pauses[-1]
-        assert guesses.wait_s("login", "192.0.2.1") == 0.0
+        assert await guesses.wait_s("login", "192.0.2.1") == 0.0
     assert pauses == [0, 0, 0, 0, 0, 1, 2, 4, 8, 16, 32, 60, 60, 60]
     now_s += 3_601
-    assert guesses.add("login", "192.0.2.1") == 0.0
+    assert await guesses.add("login", "192.0.2.1") == 0.0
 
 
-def test_many_addresses_take_bounded_memory() -> None:
+async def test_many_addresses_take_bounded_memory() -> None:
     """Of ten thousand networks the last 4,096 are kept, and all addresses of a customer's IPv6 network are one client."""
     guesses = Guesses(lambda: 0.0)
     for number in range(10_000):
-        guesses.add("login", f"2001:db8:{number:x}::1")
+        await guesses.add("login", f"2001:db8:{number:x}::1")
     assert len(guesses.tries) == 4_096
     for number in range(6):
-        guesses.add("login", f"2001:db8:ffff:ff{number:02x}::{number}")
-    assert guesses.wait_s("login", "2001:db8:ffff:ff00:1:2:3:4") == 1.0
-    assert guesses.wait_s("login", "2001:db8:ffff:fe00::1") == 0.0
+        await guesses.add("login", f"2001:db8:ffff:ff{number:02x}::{number}")
+    assert await guesses.wait_s("login", "2001:db8:ffff:ff00:1:2:3:4") == 1.0
+    assert await guesses.wait_s("login", "2001:db8:ffff:fe00::1") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -630,7 +630,7 @@ async def _refused_logins(world: World) -> None:
 async def test_all_workers_count_the_same_wrong_keys(redis_server: RedisServer, redis: Redis) -> None:
     """Five at one worker and one at another make all wait; the right key ends it for all; without Redis each counts its own."""
     link = RedisLink(redis_server.url, 1.0)
-    here, there = (SharedGuesses(lambda: 0.0, link) for _ in range(2))
+    here, there = (Guesses(lambda: 0.0, link) for _ in range(2))
     for _ in range(5):
         assert await here.add("login", "192.0.2.1") == 0.0
     assert await there.add("login", "192.0.2.1") == 1.0
@@ -640,6 +640,6 @@ async def test_all_workers_count_the_same_wrong_keys(redis_server: RedisServer, 
     assert await here.wait_s("login", "192.0.2.1") == 0.0
     await link.aclose()
     away = RedisLink("redis://127.0.0.1:1", 0.2)
-    alone = SharedGuesses(lambda: 0.0, away)
+    alone = Guesses(lambda: 0.0, away)
     assert [await alone.add("login", "192.0.2.1") for _ in range(6)] == [0.0] * 5 + [1.0]
     await away.aclose()
