@@ -158,7 +158,7 @@ class SemanticLookup:
             await asyncio.wait((storing,), timeout=_STORES_AWAITED_S)
         bound = self._bounds.bound(team, alias.name, controls.error_max)
         verification = self.verification(controls, team, alias)
-        if self.errors.pay(fingerprint.compat, bound.error_max) and verification.is_asked_first:
+        if self.errors.pay(fingerprint.compat, bound.error_max):
             self._starting = asyncio.ensure_future(self._start(fingerprint, bound.error_max))
         query = Query(
             partition=fingerprint.partition,
