@@ -60,7 +60,8 @@ class Gate:
 
     def pay(self, query: Query) -> None:
         """One more request."""
-        self._errors.pay(query.compat, self._error_max)
+        if self._errors.pay(query.compat, self._error_max):
+            self._errors.start(query.compat, self._error_max)
 
     def charge(self, query: Query, risk: float) -> None:
         """A hit with this risk was served."""

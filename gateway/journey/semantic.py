@@ -40,11 +40,8 @@ _STORES_AWAITED_S = 0.25  # for an answer that is being stored
 OBSERVED = "observed"
 """The miss reason of a hit that is not served, as a verifier only observes."""
 _VERIFIED_S = 3_600.0  # after which the rule decides again about a prompt that it found to mean the same
-_DEGRADED = {
-    MissReason.TIMEOUT: ("cache_worker",),
-    MissReason.UNAVAILABLE: ("cache_worker",),
-    MissReason.INDEX: ("vector_engine",),
-}
+_WORKER = ("cache_worker",)
+_DEGRADED = {MissReason.TIMEOUT: _WORKER, MissReason.UNAVAILABLE: _WORKER, MissReason.INDEX: ("vector_engine",)}
 _WORDS_P = 0.998  # of a hit by the same words: as sure as the rule can be
 
 
@@ -158,8 +155,7 @@ class SemanticLookup:
             await asyncio.wait((storing,), timeout=_STORES_AWAITED_S)
         bound = self._bounds.bound(team, alias.name, controls.error_max)
         verification = self.verification(controls, team, alias)
-        if self.errors.pay(fingerprint.compat, bound.error_max):
-            self._starting = asyncio.ensure_future(self._start(fingerprint, bound.error_max))
+        self._pay(fingerprint, bound.error_max)
         query = Query(
             partition=fingerprint.partition,
             compat=fingerprint.compat,
@@ -184,6 +180,10 @@ class SemanticLookup:
             near, would = result.similarity, pointed.entry
             return SemanticResult(similarity=near, miss_reason=OBSERVED, question=question, would=would)
         return SemanticResult(pointed.entry, result.similarity, bound.error_max, question=question, trial=result.trial)
+
+    def _pay(self, fingerprint: Fingerprint, error_max: float) -> None:
+        if self.errors.pay(fingerprint.compat, error_max):
+            self._starting = asyncio.ensure_future(self._start(fingerprint, error_max))
 
     async def _start(self, fingerprint: Fingerprint, error_max: float) -> None:
         """Give a new namespace what it starts with, if no other workers of any host took that before."""
@@ -235,7 +235,7 @@ class SemanticLookup:
             has_room = self.errors.has(fingerprint.compat, trial.risk, bound.error_max)
             if is_old or not has_room or bound.error_max < verified.error_max:
                 return None
-        self.errors.pay(fingerprint.compat, bound.error_max)
+        self._pay(fingerprint, bound.error_max)
         question = fingerprint.text if self._settings.log_prompts and fingerprint.text is not None else ""
         self.errors.charge(fingerprint.compat, trial.risk)
         self._exact.use(entry)
