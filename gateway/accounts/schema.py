@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from gateway.accounts.row import COUNTS, HIT_SUMS, KINDS
 
-VERSION = "0001"
+VERSION = "20261127"  # the last change of the tables: until the first release they change in place
 LIMITS = ("requests_per_min", "tokens_per_min")
 """The rate limits of teams and keys."""
 

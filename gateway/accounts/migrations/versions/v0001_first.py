@@ -1,6 +1,6 @@
 """The first schema. Changes nothing: an empty database gets its tables from `schema`."""
 
-revision = "0001"
+revision = "20261127"
 down_revision = None
 
 
