@@ -27,12 +27,13 @@ from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
 from gateway.accounts.months import HOUR_MS
 from gateway.accounts.rollups import CORRECTION, DAY_MS, SPANS, SUMS
-from gateway.accounts.row import BOOKED, COUNTS, HIT_SUMS, HitsRow, LedgerRow, columns_of
+from gateway.accounts.row import BOOKED, CHECKING, COUNTS, HIT_SUMS, KINDS, HitsRow, LedgerRow, columns_of
 from policies import Usage, WindowKind
 from policies.budgets import DrainedSpend, OwnSpend
 from policies.windows import Window
 
 _SAVED_BATCH = 500
+SESSION_DAYS_MAX = 8
 CURSOR = r"[0-9]{1,18}-[!-~]{1,100}"
 
 
@@ -41,7 +42,7 @@ class LedgerFilter:
     """A selection of rows; a field that is None selects all.
 
     `from_ms` is included and `until_ms` is not (unix milliseconds). An empty `user` selects
-    requests without a user. Sums know no `session`. `tag` is a tag's name, and `tag_value` its value.
+    requests without a user. `tag` is a tag's name, and `tag_value` its value.
     """
 
     team_id: int | None = None
@@ -73,6 +74,7 @@ class Group(StrEnum):
     USER = "user"
     TAG = "tag"
     REGION = "region"
+    SESSION = "session"
     DAY = "day"
 
 
@@ -99,6 +101,7 @@ class LedgerTotal(msgspec.Struct, frozen=True):
     user: str | None = None
     tag: str | None = None
     region: str | None = None
+    session: str | None = None
     day: str | None = None
 
 
@@ -293,12 +296,14 @@ class Ledger:
 
         With `most` the kinds of tokens that are billed apart are left out. Counts whole UTC days:
         `from_ms` and `until_ms` are widened to them. The group TAG has the values of the filter's
-        `tag` or, without it, the names of tags. Raises Invalid for a user, a tag or a region together
-        with a key, model, deployment, kind or one another, and for a session.
+        `tag` or, without it, the names of tags. Sums by session are read from the rows of the last
+        SESSION_DAYS_MAX days of the filter, and have no hits. Raises Invalid for a user, a tag or a region
+        together with a key, model, deployment, kind or one another, and for a session with a user or tag.
         """
         where, names = where or LedgerFilter(), SUMS if most is None else SUMS[: len(COUNTS) + 1]
         async with self.database.reading() as connection:
-            first, end = await self._days(connection, where, is_by_day=Group.DAY in by)
+            is_by_day = bool({Group.DAY, Group.SESSION}.intersection(by)) or where.session is not None
+            first, end = await self._days(connection, where, is_by_day=is_by_day)
             table, columns, conditions = _source(by, where, first, end)
             sums = [_sum(table.c[name], name) for name in (*names, *HIT_SUMS)]
             statement = sa.select(*columns, *sums).where(*conditions).group_by(*columns)
@@ -459,7 +464,7 @@ _KNOWN = "SELECT id FROM ledger WHERE id IN (SELECT value FROM json_each(?))"
 _FILTERS = ("team_id", "key_id", "alias", "deployment")
 
 
-def _conditions(table: sa.Table, where: LedgerFilter, names: Sequence[str] = _FILTERS) -> list[Any]:
+def _conditions(table: sa.FromClause, where: LedgerFilter, names: Sequence[str] = _FILTERS) -> list[Any]:
     return [table.c[name] == getattr(where, name) for name in names if getattr(where, name) is not None]
 
 
@@ -479,7 +484,7 @@ def _whole_days(days: sa.Table, where: LedgerFilter) -> list[Any]:
 
 def _source(
     by: Sequence[Group], where: LedgerFilter, first: int, end: int
-) -> tuple[sa.Table, list[sa.ColumnElement[Any]], list[Any]]:
+) -> tuple[sa.FromClause, list[sa.ColumnElement[Any]], list[Any]]:
     """The table with the groups of the days from `first` to before `end`, its columns and
     conditions.
 
@@ -488,8 +493,11 @@ def _source(
     filtered = {group for group in Group if getattr(where, group, None) is not None}
     axes = ({*by} | filtered) - {Group.TEAM, Group.DAY}
     is_by_day = Group.DAY in by
-    if where.session is not None:
-        raise Invalid("session", "its rows are kept, and no sums: ask for the rows")
+    if Group.SESSION in axes:
+        if axes & {Group.USER, Group.TAG}:
+            raise Invalid("by", "sums by session go with no user and no tag: leave these groups and filters out")
+        rows = _sums_of_rows(max(first, end - SESSION_DAYS_MAX), end)
+        return rows, [rows.c[group] for group in by], _conditions(rows, where, (*_FILTERS, "session", "region"))
     if len(axes) > 1:
         if axes & {Group.USER, Group.TAG, Group.REGION}:
             raise Invalid(
@@ -511,6 +519,22 @@ def _source(
     if value is not None:
         conditions.append(table.c.value == value)
     return table, [columns.get(group, table.c.value.label(group)) for group in by], conditions
+
+
+def _sums_of_rows(first: int, end: int) -> sa.Subquery:
+    """The rows of these days, each with the columns of a sum of one."""
+    rows = schema.ledger.c
+    is_check = rows.kind.in_(CHECKING)
+    columns = [rows[name] for name in (*_FILTERS, "session", "region", *COUNTS, *KINDS)]
+    values = {
+        "day": rows.at_ms // DAY_MS,
+        "requests": sa.case((rows.kind == CORRECTION, 0), else_=1),
+        "hits": sa.literal(0),
+        "saved_microusd": sa.literal(0),
+        "checks_microusd": sa.case((is_check, rows.cost_microusd), else_=0),
+    }
+    labelled = [value.label(name) for name, value in values.items()]
+    return sa.select(*columns, *labelled).where(rows.at_ms.between(first * DAY_MS, end * DAY_MS - 1)).subquery()
 
 
 def _position(cursor: str) -> tuple[int, str]:
