@@ -1,5 +1,5 @@
-"""The command line: `sameway serve | check-config | reconcile | backup | restore | run`, and
-`worker`, which the supervisor starts.
+"""The command line: `sameway serve | check-config | reconcile | backup | restore | run |
+completion`, and `worker`, which the supervisor starts.
 
 Knows no requests. Invariant: no heavy module is imported before the command is known, so `serve`
 starts fast.
@@ -71,6 +71,10 @@ def command_parser() -> argparse.ArgumentParser:
         archive.add_argument("file", type=Path, help="the archive, which has the admin's key: keep it as a secret")
         _add_settings(archive)
         archive.set_defaults(run=functools.partial(_archive, is_backup=name == "backup"))
+
+    completion = commands.add_parser("completion", help="print a script that completes these commands in a shell")
+    completion.add_argument("shell", choices=("bash", "zsh"))
+    completion.set_defaults(run=_completion)
 
     worker = commands.add_parser("worker")  # one gateway process; started by the supervisor
     worker.add_argument("--address", required=True, help="the IP address to listen on")
@@ -268,6 +272,13 @@ def _archive(arguments: argparse.Namespace, *, is_backup: bool) -> int:
 
 
 _COUNTED = {"teams": "team", "keys": "key", "budgets": "budget", "ledger": "ledger row"}
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(command_parser(), shell=arguments.shell))
+    return 0
 
 
 def _worker(arguments: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.cli import command_parser
+from gateway.cli import command_parser, main
 from gateway.config_file import load_settings
 from gateway.deployments.alias import ABSENCES
 from gateway.telemetry.metric_names import DEFINITIONS, MetricKind
@@ -373,3 +373,21 @@ def test_the_unit_of_systemd_starts_what_there_is(monkeypatch: pytest.MonkeyPatc
     assert settings.data_dir == Path("/var/lib") / service["StateDirectory"]
     assert settings.shutdown_grace_s < int(service["TimeoutStopSec"])
     assert int(service["LimitNOFILE"]) >= 65_536
+
+
+def test_a_shell_completes_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In bash `sameway re` offers what begins so, and `sameway backup --da` its option."""
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "sameway"
+    script.write_text(capsys.readouterr().out)
+    (function,) = re.findall(r"complete -o \w+ -F (\w+) sameway", script.read_text())
+    ask = f"source {script}; COMP_WORDS=($WORDS); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); {function}; echo ${{COMPREPLY[@]}}"
+
+    def offered(words: str) -> set[str]:
+        done = subprocess.run(
+            ["bash", "-c", ask], env={**os.environ, "WORDS": words}, capture_output=True, text=True, check=True
+        )
+        return set(done.stdout.split())
+
+    assert offered("sameway re") >= {"reconcile", "restore"}
+    assert offered("sameway backup --da") == {"--data-dir"}
