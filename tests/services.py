@@ -342,6 +342,11 @@ class PostgresServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._databases = 0
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
     def start(self) -> None:
         if self._user is None and os.geteuid() == 0:
             self._step_down()
