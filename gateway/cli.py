@@ -23,6 +23,7 @@ from typing import Any
 
 from gateway.config_file import check_settings, load_settings, notes
 from gateway.settings import Settings, SettingsError, deployment_name
+from gateway.version import VERSION, build
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sameway", description="A semantic-caching inference gateway.")
+    parser.add_argument("--version", action="version", version=f"sameway {VERSION} ({build()})")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="start the gateway and everything it needs on this host")

@@ -28,7 +28,7 @@ ROOMS = {
         "gateway", "__main__", "cli", "worker", "supervisor", "reconcile", "app",
         "admin", "api", "batches", "alerts", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
         "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "settings",
-        "reserved",
+        "reserved", "version",
     ),
     "cache": (
         "cache", "worker", "semantic", "verdicts", "decision", "encoder", "exact",
@@ -52,7 +52,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2440, "gateway/accounts": 2950, "gateway/admin": 3290, "gateway/alerts": 440, "gateway/api": 4290,
+    "gateway": 2470, "gateway/accounts": 2950, "gateway/admin": 3290, "gateway/alerts": 440, "gateway/api": 4290,
     "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1750, "gateway/journey": 3120,
     "gateway/learning": 1530, "gateway/reconcile": 610, "gateway/telemetry": 1900, "gateway/transport": 800,
     "gateway/wire": 2200, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1270,

@@ -322,7 +322,7 @@ ENGINE_KV_USED = _gauge(
     "deployment",
 )
 WORKERS = _gauge("sameway_workers", Merge.SUM, "Gateway workers alive on this host.")
-BUILD = _gauge("sameway_build_info", Merge.MAX, "Always 1; the version is a label.", "version")
+BUILD = _gauge("sameway_build_info", Merge.MAX, "Always 1; the version and the commit are labels.", "version build")
 
 # in the order above, which is that of a scrape
 DEFINITIONS = tuple(one for one in list(globals().values()) if isinstance(one, Definition))
