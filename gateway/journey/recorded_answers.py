@@ -25,7 +25,8 @@ from gateway.journey.outcomes import Looked, SemanticResult, Spent, Stored
 from gateway.journey.queue import ranking
 from gateway.journey.rate_limits import Headers, Limits
 from gateway.journey.semantic import SemanticLookup
-from gateway.journey.storing import recorded
+from gateway.journey.storing import MAKER, recorded
+from gateway.journey.trace import maker_of
 from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
 from gateway.settings import CacheSettings
@@ -268,6 +269,8 @@ def _entry_of(flight: Flight, spent: Spent, ttl_s: float, *, is_findable: bool) 
     }
     if spent.answer_baseline_microusd is not None:
         labels["baseline_microusd"] = spent.answer_baseline_microusd
+    if maker := maker_of(generation.turn.arrival.trace):
+        labels[MAKER] = maker
     if not is_findable and fingerprint.text is not None:
         labels[ASKED] = digest_of(fingerprint.text)
     return Entry(
