@@ -112,6 +112,7 @@ class Pipeline:
         self.flights = Flights()
         self.semantic = semantic
         self.verifier: AsksVerifier | None = None  # its questions are requests to this pipeline
+        self.renew: Callable[[Turn, Identity, Alias, Looked], None] | None = None  # begins to make a newer answer
         self._answers = RecordedAnswers(settings.cache, exact, semantic, limits)
         self._emit = emit
         self._learn = learn
@@ -162,6 +163,8 @@ class Pipeline:
             turn = replace(turn, demand=alias.within_reach(turn.demand))
         looked = await self._answers.look(turn, identity, alias, self._fingerprint(turn, identity), taken)
         if looked.entry is not None:
+            if looked.is_stale and self.renew is not None:
+                self.renew(turn, identity, alias, looked)
             return Reply(turn, alias, looked, looked_up_ms=turn.elapsed_ms())
         flight = self._join(turn, identity, alias, looked)
         reader = flight.admit(turn.deadline, is_stream=turn.is_stream)

@@ -11,7 +11,7 @@ from gateway.journey.generation import Generation
 from gateway.journey.needs import booked_labels
 from gateway.journey.outcomes import Hedged, MoneyFacts, Rejection, SemanticResult
 from gateway.journey.record import AnswerFacts, CacheFacts, Record, RequestFacts, Times, VerifierFacts
-from gateway.journey.storing import deployment_of
+from gateway.journey.storing import deployment_of, kept
 from gateway.journey.turn import Arrival, Ended, Turn
 from gateway.wire.errors import ApiError, shown
 from policies import Usage
@@ -88,6 +88,7 @@ def _of_flight(flight: Flight, duration_ms: float) -> _Facts:
         awaited_ms=awaited_ms,
         store=stored.outcome,
         entry=entry.id if entry is not None else "",
+        kept=kept(looked.entry),
         degraded=looked.degraded,
     )
     answer = _answer_of(generation)
@@ -147,7 +148,9 @@ def _of_reply(reply: Reply, duration_ms: float) -> _Facts:
     if reply.flight is None:
         assert entry is not None
         semantic, deployment = reply.looked.semantic, deployment_of(entry)
-        cache = CacheFacts(reply.source, semantic.similarity, question=semantic.question, entry=entry.id)
+        cache = CacheFacts(
+            reply.source, semantic.similarity, question=semantic.question, entry=entry.id, kept=reply.kept
+        )
         return cache, _verified(semantic), AnswerFacts(deployment), *_replayed(entry, begun_ms, duration_ms)
     generation = reply.flight.generation
     awaited, awaited_ms = _awaited(generation, reply.turn)
