@@ -405,6 +405,10 @@ class ModelSettings(_Section):
     """semantic hits for this alias"""
     semantic_error_max: float | None = Field(None, ge=0, le=1)
     """tighter than `cache.error_max`, for this alias"""
+    ttl_s: int | None = Field(None, gt=0)
+    """in place of `cache.ttl_s`, for this alias"""
+    stale_s: int | None = Field(None, ge=0)
+    """in place of `cache.stale_s`, for this alias"""
     verifier: str | None = None
     """the verifier of this alias's answers; default: `cache.verifier`"""
     verify: Verify | None = None
@@ -447,7 +451,10 @@ class CacheSettings(_Section):
     ttl_s: int = Field(86_400, gt=0)
     """how long an answer is served; requests may ask for less or more, up to ttl_s_max"""
     ttl_s_max: int = Field(30 * 86_400, gt=0)
-    """the longest time to live a request may ask for"""
+    """the longest time to live a request may ask for, and the longest with `stale_s`"""
+    stale_s: int = Field(0, ge=0)
+    """how long after `ttl_s` the same request still gets the answer while a newer one is made, at the
+    expense of its team: once over all workers; 0: it waits for the newer one"""
     moving_ttl_s: int = Field(60, ge=0)
     """the longest time that an answer is served which depends on the moment; 0: it is not stored"""
     size_bytes_max: int = Field(256 << 20, gt=0)

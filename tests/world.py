@@ -715,6 +715,10 @@ class World:
         """Remove the one entry with an id or a prompt, as an admin does."""
         assert (await self._exact.purge(Purge(id=entry, text=text))).count == 1
 
+    async def purge_by_tag(self, tag: str) -> int:
+        """Remove the entries with a tag, as an admin does, and count them."""
+        return (await self._exact.purge(Purge(tag=tag))).count
+
     def draws_checks(self, draw: Callable[[], float] = lambda: 0.0) -> None:
         """From now on hits by meaning are checked: each that may be, unless `draw` says otherwise."""
         self._learner.checks.random = draw

@@ -314,7 +314,7 @@ class ExactCache:
             except msgspec.DecodeError:
                 entry = None
             is_fit = entry is not None and (entry.partition, entry.compat) == (partition, compat)
-            entries.append(entry if is_fit and entry is not None and entry.expires_at > self._clock() else None)
+            entries.append(entry if is_fit and entry is not None and not self.is_stale(entry) else None)
         return entries
 
     def _read(
@@ -342,11 +342,22 @@ class ExactCache:
         if entry.partition != fp.partition or not is_of_it:
             return LookupMiss.UNREADABLE
         now = self._clock()
-        if entry.expires_at <= now:
+        if (entry.expires_at if entry.exact == fp.exact else entry.fresh_until) <= now:
             return LookupMiss.EXPIRED
         if max_age_s is not None and entry.age_s(now) > max_age_s:
             return LookupMiss.TOO_OLD
         return None
+
+    def is_stale(self, entry: Entry) -> bool:
+        """Whether it is time to make a newer answer than this one."""
+        return entry.fresh_until <= self._clock()
+
+    async def claim(self, fp: Fingerprint, entry: Entry) -> bool:
+        """Claim to make a newer answer than `entry`, which is served meanwhile; False where another does,
+        or has. `store` or `release` ends the claim. Raises CacheUnavailable.
+        """
+        with _needs_redis:
+            return self._store.claims.read(fp, await self._store.look(fp, wants=True, stale=entry.encode())).is_claimed
 
     # --- stores
 
@@ -366,10 +377,12 @@ class ExactCache:
 
     def _lived(self, entry: Entry) -> Entry:
         """The entry with the time that it may live."""
+        if entry.is_curated:
+            return entry
         ttl_s = min(entry.ttl_s, self.limits.ttl_s_max)
         if entry.exact in self._moving:
             ttl_s = min(ttl_s, self.limits.moving_ttl_s)
-        return entry if ttl_s == entry.ttl_s else msgspec.structs.replace(entry, ttl_s=ttl_s)
+        return entry if ttl_s == entry.ttl_s else msgspec.structs.replace(entry, ttl_s=float(ttl_s))
 
     def store_local(self, entry: Entry) -> None:
         """Put an entry into this process' L1 at once, before Redis has it."""
@@ -405,9 +418,11 @@ class ExactCache:
                 claim=self._store.claims.end(entry.exact),
                 words_key=words_key,
             )
-            if put.is_replaced:  # other processes may hold the answer that this one replaces
+            if put.refusal is not None:  # this process may hold what was refused
+                self._l1.drop(entry)
+            elif put.is_replaced:  # other processes may hold the answer that this one replaces
                 await self._store.log.announce(Purge(partition=entry.partition, id=entry.id))
-        return StoreResult(None, packed.size_bytes, len(put.evicted))
+        return StoreResult(put.refusal, packed.size_bytes, len(put.evicted))
 
     async def store_warm(self, fp: Fingerprint, warm: str) -> None:
         """Store which deployment saw this dialogue, without an answer; ends a claim on `fp`.

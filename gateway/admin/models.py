@@ -698,7 +698,7 @@ class CacheOut(_Out):
     semantic: _Part | None
 
 
-_CONDITIONS = ("id", "text", "team_id", "namespace", "model", "deployment", "older_than_s")
+_CONDITIONS = ("id", "text", "team_id", "namespace", "model", "deployment", "older_than_s", "tag")
 _ALL_OR_SOME: Any = {
     "if": {"required": ["all"], "properties": {"all": {"const": True}}},
     "then": {"properties": {name: {"type": "null"} for name in _CONDITIONS}},
@@ -724,6 +724,7 @@ class PurgeIn(_In):
     model: _Label | None = Field(None, description="the name that was asked for")
     deployment: _Label | None = Field(None, description="the deployment that generated the answer")
     older_than_s: float | None = Field(None, ge=0, le=1e11)
+    tag: _Label | None = Field(None, description="one of the body's `cache.tags` of the request that made the answer")
     all: bool = Field(False, description="everything, of every team")
 
 

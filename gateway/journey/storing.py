@@ -26,6 +26,11 @@ def deployment_of(entry: Entry | None) -> str:
     return str(entry.labels.get("deployment", "")) if entry is not None else ""
 
 
+def kept(entry: Entry | None, *, is_stale: bool = False) -> str:
+    """What sets a recorded answer apart: `curated`, or `stale` where a newer one is made; else empty."""
+    return "curated" if entry is not None and entry.is_curated else "stale" if is_stale else ""
+
+
 def recorded(chunks: Sequence[Chunk]) -> tuple[tuple[Recorded, ...], dict[str, str | int]]:
     """The pieces of an entry that records `chunks`, and the labels by which `chunks_of` reads them.
 
