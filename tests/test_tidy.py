@@ -52,10 +52,10 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2400, "gateway/accounts": 2810, "gateway/admin": 3290, "gateway/alerts": 440, "gateway/api": 4290,
-    "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1740, "gateway/journey": 3120,
+    "gateway": 2400, "gateway/accounts": 2810, "gateway/admin": 3300, "gateway/alerts": 440, "gateway/api": 4340,
+    "gateway/backends": 3010, "gateway/batches": 1210, "gateway/deployments": 1750, "gateway/journey": 3120,
     "gateway/learning": 1530, "gateway/reconcile": 610, "gateway/telemetry": 1880, "gateway/transport": 800,
-    "gateway/wire": 2200, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1270,
+    "gateway/wire": 2230, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1270,
     "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
