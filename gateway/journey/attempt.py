@@ -214,7 +214,10 @@ class UpstreamCall(msgspec.Struct, frozen=True, eq=False):
         deployment.answers.add(answer)
         try:
             async for read in answer:
-                chunks = [restored(chunk, names) for chunk in read if chunk.data] if names else read
+                chunks = read
+                if names:
+                    progress.opening = progress.opening or read[0].native
+                    chunks = [restored(chunk, names) for chunk in read if chunk.data]
                 progress.add(chunks)
                 if progress.size_bytes > _ANSWER_BYTES_MAX:
                     raise BackendBroken("The deployment's answer is too long", detail=f"over {_ANSWER_BYTES_MAX} bytes")
