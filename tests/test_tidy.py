@@ -52,10 +52,10 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2500, "gateway/accounts": 2950, "gateway/admin": 3290, "gateway/alerts": 440, "gateway/api": 4290,
-    "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1760, "gateway/journey": 3290,
+    "gateway": 2500, "gateway/accounts": 2950, "gateway/admin": 3310, "gateway/alerts": 440, "gateway/api": 4350,
+    "gateway/backends": 3010, "gateway/batches": 1210, "gateway/deployments": 1770, "gateway/journey": 3290,
     "gateway/learning": 1560, "gateway/reconcile": 610, "gateway/telemetry": 2060, "gateway/transport": 800,
-    "gateway/wire": 2200, "cache": 1120, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1300,
+    "gateway/wire": 2230, "cache": 1120, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1300,
     "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,

@@ -914,6 +914,10 @@ class World:
         for caller in "abc":
             self._deployment(deployment).health.failed(Asker("chat:", caller))
 
+    def is_available(self, deployment: str) -> bool | None:
+        """Whether a deployment answers; None before its first answer."""
+        return self._deployment(deployment).is_available
+
     def _deployment(self, name: str) -> Deployment:
         (found,) = [one for one in self._pipeline.fleet.deployments if one.name == name]
         return found

@@ -152,6 +152,7 @@ def build_backend(
         connect_timeout_s=deployment.connect_timeout_ms / 1000.0,
         connections_max=deployment.concurrency_max or SLOTS_DEFAULT,
         is_salted=deployment.is_salted,
+        statuses=facts.dialect.statuses,
         **common_arguments,
     )
 
