@@ -52,7 +52,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2500, "gateway/accounts": 2950, "gateway/admin": 3310, "gateway/alerts": 440, "gateway/api": 4350,
+    "gateway": 2500, "gateway/accounts": 2980, "gateway/admin": 3310, "gateway/alerts": 440, "gateway/api": 4350,
     "gateway/backends": 3010, "gateway/batches": 1210, "gateway/deployments": 1770, "gateway/journey": 3290,
     "gateway/learning": 1560, "gateway/reconcile": 610, "gateway/telemetry": 2060, "gateway/transport": 800,
     "gateway/wire": 2230, "cache": 1120, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1300,

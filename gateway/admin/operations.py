@@ -105,8 +105,8 @@ async def cancel_batch(parts: WorkerParts, batch_id: str, operator: Acting) -> m
 def _find(parts: WorkerParts, name: str) -> list[tuple[Alias, Deployment]]:
     """The deployment of this name, or the replicas of that of this name. Raises DoesNotExist."""
     every = [(alias, one) for alias in parts.fleet.aliases.values() for one in alias.deployments.values()]
-    if found := [(alias, one) for alias, one in every if name in (one.name, one.group)]:
-        return found
+    if pairs := [(alias, one) for alias, one in every if name in (one.name, one.group)]:
+        return pairs
     raise accounts.DoesNotExist(f"there is no deployment {name!r}")
 
 
