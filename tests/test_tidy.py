@@ -27,8 +27,8 @@ ROOMS = {
     "gateway": (
         "gateway", "__main__", "cli", "worker", "supervisor", "reconcile", "app",
         "admin", "api", "batches", "alerts", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
-        "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "settings",
-        "reserved", "version",
+        "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "weights", "settings",
+        "reserved", "extras", "version",
     ),
     "cache": (
         "cache", "worker", "semantic", "verdicts", "decision", "encoder", "exact",
@@ -52,10 +52,10 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2500, "gateway/accounts": 2980, "gateway/admin": 3310, "gateway/alerts": 440, "gateway/api": 4350,
-    "gateway/backends": 3010, "gateway/batches": 1210, "gateway/deployments": 1770, "gateway/journey": 3290,
-    "gateway/learning": 1560, "gateway/reconcile": 610, "gateway/telemetry": 2060, "gateway/transport": 800,
-    "gateway/wire": 2230, "cache": 1120, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1300,
+    "gateway": 2690, "gateway/accounts": 2980, "gateway/admin": 3310, "gateway/alerts": 440, "gateway/api": 4350,
+    "gateway/backends": 3010, "gateway/batches": 1210, "gateway/deployments": 1840, "gateway/journey": 3290,
+    "gateway/learning": 1560, "gateway/reconcile": 610, "gateway/telemetry": 2050, "gateway/transport": 800,
+    "gateway/wire": 2230, "cache": 1120, "cache/decision": 1050, "cache/encoder": 400, "cache/exact": 1300,
     "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
@@ -154,7 +154,17 @@ def test_heavy_libraries_have_sole_importers(library: str, packages: list[str], 
 @pytest.mark.parametrize("package", [*LEAVES, "gateway.app"])
 def test_importing_is_light(package: str) -> None:
     """A gateway worker has no torch, no FAISS and no models: importing what it imports brings none of them."""
-    heavy = ["torch", "faiss", "transformers", "tokenizers", "sentence_transformers", "openvino", "litellm", "openai"]
+    heavy = [
+        "numpy",
+        "torch",
+        "faiss",
+        "transformers",
+        "tokenizers",
+        "sentence_transformers",
+        "openvino",
+        "litellm",
+        "openai",
+    ]
     code = f"import sys, {package}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,0 +1,19 @@
+"""What needs an extra of the package, and whether it is installed. Imports none of it."""
+
+import functools
+from importlib.util import find_spec
+
+# the modules of each extra of pyproject.toml without which its part does not run
+EXTRAS = {
+    "semantic": ("numpy", "faiss", "openvino", "tokenizers", "safetensors"),
+    "engine": ("numpy", "torch", "tokenizers", "safetensors", "gguf", "llguidance"),
+    "litellm": ("litellm",),
+    "parquet": ("pyarrow",),
+    "s3": ("obstore",),
+}
+
+
+@functools.cache
+def lacks(extra: str) -> str:
+    """What to install, where a module of `extra` is missing; else empty."""
+    return "" if all(find_spec(module) for module in EXTRAS[extra]) else f"install `sameway[{extra}]`"
