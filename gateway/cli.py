@@ -1,5 +1,5 @@
-"""The command line: `sameway serve | check-config | reconcile | run`, and `worker`, which the
-supervisor starts.
+"""The command line: `sameway serve | check-config | reconcile | backup | restore | run |
+completion`, and `worker`, which the supervisor starts.
 
 Knows no requests. Invariant: no heavy module is imported before the command is known, so `serve`
 starts fast.
@@ -8,6 +8,7 @@ starts fast.
 import argparse
 import asyncio
 import contextlib
+import functools
 import http.client
 import io
 import json
@@ -16,12 +17,13 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from gateway.config_file import check_settings, load_settings, notes
 from gateway.settings import Settings, SettingsError, deployment_name
+from gateway.version import VERSION, build
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sameway", description="A semantic-caching inference gateway.")
+    parser.add_argument("--version", action="version", version=f"sameway {VERSION} ({build()})")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="start the gateway and everything it needs on this host")
@@ -62,6 +65,18 @@ def command_parser() -> argparse.ArgumentParser:
     run.set_defaults(run=_run)
 
     _add_reconcile(commands)
+    for name, help in (
+        ("backup", "write accounts, ledger, files and secrets of this installation, and its configuration, to a file"),
+        ("restore", "fill an empty database and data directory from such a file"),
+    ):
+        archive = commands.add_parser(name, help=help)
+        archive.add_argument("file", type=Path, help="the archive, which has the admin's key: keep it as a secret")
+        _add_settings(archive)
+        archive.set_defaults(run=functools.partial(_archive, is_backup=name == "backup"))
+
+    completion = commands.add_parser("completion", help="print a script that completes these commands in a shell")
+    completion.add_argument("shell", choices=("bash", "zsh"))
+    completion.set_defaults(run=_completion)
 
     worker = commands.add_parser("worker")  # one gateway process; started by the supervisor
     worker.add_argument("--address", required=True, help="the IP address to listen on")
@@ -99,9 +114,8 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(arguments: argparse.Namespace, load: Callable[..., Settings] = load_settings) -> Settings:
-    config = arguments.config or (Path(os.environ["SAMEWAY_CONFIG"]) if os.environ.get("SAMEWAY_CONFIG") else None)
     return load(
-        config,
+        _config_path(arguments),
         model=arguments.model,
         host=arguments.host,
         port=arguments.port,
@@ -109,6 +123,12 @@ def _settings(arguments: argparse.Namespace, load: Callable[..., Settings] = loa
         data_dir=arguments.data_dir,
         log_prompts=arguments.log_prompts,
     )
+
+
+def _config_path(arguments: argparse.Namespace) -> Path | None:
+    named = os.environ.get("SAMEWAY_CONFIG")
+    path: Path | None = arguments.config or (Path(named) if named else None)
+    return path
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -139,7 +159,7 @@ def _check_config(arguments: argparse.Namespace) -> int:
             print(f"verifier of {verifier.line}")
     for line in _dialects(settings) if arguments.explain else ():
         print(line)
-    counts = _count(settings.models, "model"), _count(settings.engines, "local engine")
+    counts = _count(len(settings.models), "model"), _count(len(settings.engines), "local engine")
     print(f"The configuration is good: {', '.join(counts)}.")
     return 0
 
@@ -225,6 +245,44 @@ def _reconcile(arguments: argparse.Namespace) -> int:
     return reconcile(_settings(arguments), arguments)
 
 
+def _archive(arguments: argparse.Namespace, *, is_backup: bool) -> int:
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from gateway.accounts.backup import Manifest, back_up, restore
+    from gateway.accounts.database import Database
+    from gateway.accounts.errors import AccountsError
+
+    settings, config = _settings(arguments), _config_path(arguments)
+
+    async def run() -> Manifest:
+        database = Database(settings.sql_url)
+        try:
+            if is_backup:
+                await database.check()
+                return await back_up(database, settings.data_dir, config, arguments.file)
+            return await restore(database, settings.data_dir, arguments.file)
+        finally:
+            await database.close()
+
+    try:
+        manifest = asyncio.run(run())
+    except (AccountsError, OSError, SQLAlchemyError) as error:
+        return _refused((str(error).splitlines() or [type(error).__name__])[0], 1)
+    rows = ", ".join(_count(manifest.rows[name], noun) for name, noun in _COUNTED.items())
+    print(f"{'Backed up' if is_backup else 'Restored'} {rows}: {arguments.file}")
+    return 0
+
+
+_COUNTED = {"teams": "team", "keys": "key", "budgets": "budget", "ledger": "ledger row"}
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(command_parser(), shell=arguments.shell))
+    return 0
+
+
 def _worker(arguments: argparse.Namespace) -> int:
     with _absent("rich", "better_exceptions"):  # structlog's console renderer takes 7 MB; no worker uses it
         import structlog  # noqa: F401
@@ -245,8 +303,8 @@ def _absent(*names: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-def _count(things: Collection[str], noun: str) -> str:
-    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _indent(text: str) -> str:

@@ -162,15 +162,17 @@ class Pipeline:
         if turn.demand.is_output_bound:
             turn = replace(turn, demand=alias.within_reach(turn.demand))
         looked = await self._answers.look(turn, identity, alias, self._fingerprint(turn, identity), taken)
+        looked_up_ms = turn.elapsed_ms()
         if looked.entry is not None:
             if looked.is_stale and self.renew is not None:
                 self.renew(turn, identity, alias, looked)
-            return Reply(turn, alias, looked, looked_up_ms=turn.elapsed_ms())
+            return Reply(turn, alias, looked, looked_up_ms=looked_up_ms)
         flight = self._join(turn, identity, alias, looked)
         reader = flight.admit(turn.deadline, is_stream=turn.is_stream)
         if reader.is_leader:
+            flight.generation.exact_ms = looked_up_ms
             flight.take_off(self.generate(flight))
-        reply = Reply(turn, alias, looked, flight, reader)
+        reply = Reply(turn, alias, looked, flight, reader=reader, looked_up_ms=looked_up_ms)
         attend(reply)
         try:
             if looked.is_claimed and not reader.is_leader:  # the leader lost its claim, and this one makes no entry
@@ -251,7 +253,7 @@ class Pipeline:
         generation = flight.generation
         if generation.looked.claimed_for_ms is not None:
             await self._answers.await_other_worker(flight)
-        looked = generation.looked
+        looked, since_ms = generation.looked, generation.turn.elapsed_ms()
         if looked.entry is not None:
             return
         if looked.no_lookup_reason:
@@ -261,6 +263,7 @@ class Pipeline:
         semantic = await self.semantic.find(looked.fingerprint, controls, team, generation.alias)
         if semantic.undecided is not None and self.verifier is not None:
             semantic = await self.verifier.look(flight, semantic)
+        generation.semantic_ms = generation.turn.elapsed_ms() - since_ms
         degraded = looked.degraded + semantic.degraded
         generation.looked = replace(looked, semantic=semantic, entry=semantic.entry, degraded=degraded)
 
@@ -269,13 +272,14 @@ class Pipeline:
 
         Raises RateLimited, BudgetExceeded, Unavailable, BadRequest.
         """
-        drafting = None
+        drafting, since_ms = None, generation.turn.elapsed_ms()
         if generation.alias.has_engine:
             drafting = self.semantic.begin_draft(generation.looked.fingerprint, generation.looked.semantic)
         await generation.holds.reserve()
         if drafting is not None:
             near = (await drafting).entry
             generation.looked = replace(generation.looked, near=near)
+        generation.reserve_ms = generation.turn.elapsed_ms() - since_ms
 
     async def _record(self, flight: Flight, error: ApiError | None) -> None:
         """10. End the flight, settle or release the hold, and store the answer or release the claim, in
@@ -299,6 +303,7 @@ class Pipeline:
             if end_storing is not None:
                 end_storing()
             flight.retire()
+            generation.record_ms = turn.elapsed_ms() - duration_ms
             record = record_of(
                 turn.arrival,
                 ended_with(error, flight.leader_ended),

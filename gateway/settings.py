@@ -575,6 +575,14 @@ class AlertSettings(_Section):
         return self
 
 
+def has_library(name: str) -> bool:
+    """Whether the module `name` can be imported; imports its parents."""
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def _place(url: str) -> str:
     """Check the URL of a folder or a bucket, and return it. Raises ValueError."""
     parts = urlsplit(url)
@@ -628,6 +636,26 @@ class LedgerSettings(_Section):
         if url is not None and find_spec("pyarrow") is None:
             raise ValueError("found a place without the library for its files: install `sameway[parquet]`")
         return None if url is None else _place(url)
+
+
+class TraceSettings(_Section):
+    endpoint: str | None = None
+    """the URL that takes traces by OTLP over HTTP, such as http://localhost:4318/v1/traces (needs
+    the extra `otel`); its headers come from OTEL_EXPORTER_OTLP_HEADERS; absent: none are made"""
+    sample: float = Field(1.0, ge=0, le=1)
+    """the share of traces that is sent of requests that came without one; a client's `traceparent`
+    decides for its own"""
+    slow_ms: int = Field(10_000, ge=1)
+    """a request that took so long is sent whatever the sample, as is one that failed"""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _can_be_sent(cls, url: str | None) -> str | None:
+        if url is not None and not (is_http_url(url) and urlsplit(url).username is None):
+            raise ValueError(f"found {url.partition('://')[0][:20]!r}, expected https://HOST/PATH without credentials")
+        if url is not None and not has_library("opentelemetry.exporter.otlp.proto.http"):
+            raise ValueError("found a URL without the library for it: install `sameway[otel]`")
+        return url
 
 
 class ResponseSettings(_Section):
@@ -701,6 +729,7 @@ class Settings(_Section):
     batches: BatchSettings = BatchSettings()
     ledger: LedgerSettings = LedgerSettings()
     responses: ResponseSettings = ResponseSettings()
+    traces: TraceSettings = TraceSettings()
     engines: dict[str, EngineSettings] = {"default": EngineSettings()}
     """local engines, one process each"""
     models: dict[str, ModelSettings] = {

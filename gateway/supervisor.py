@@ -127,6 +127,12 @@ def redis_binary() -> str:
     return binary
 
 
+def python(module: str) -> tuple[str, ...]:
+    """The command that runs `module`, which in the wheel is one of the package `sameway`."""
+    # decision: one-package-in-the-wheel
+    return sys.executable, "-m", __package__.removesuffix("gateway") + module
+
+
 def redis_argv(settings: Settings) -> list[str]:
     """The command line of the embedded Redis: a unix socket, append-only persistence, no port."""
     folder = settings.data_dir.absolute() / "redis"
@@ -157,14 +163,14 @@ def engine_argv(settings: Settings, name: str) -> list[str]:
         **engine.model_dump(exclude={"model", "output_tokens_default"}),
     )
     socket = ["--socket", str(settings.engine_socket(name))]
-    return [sys.executable, "-m", "local_engine.process.worker", *socket, *argv_of(config)]
+    return [*python("local_engine.process.worker"), *socket, *argv_of(config)]
 
 
 def cache_child(settings: Settings, env: Mapping[str, str]) -> Child:
     """The cache worker. Its command line lacks URLs, which may contain a password."""
     names = {option.name for option in fields(WorkerOptions)}
     options = WorkerOptions(socket=settings.cache_socket, **settings.cache.model_dump(include=names))
-    argv = [sys.executable, "-m", "cache.worker", *argv_of(options)]
+    argv = [*python("cache.worker"), *argv_of(options)]
     return Child(ChildKind.CACHE, "cache", argv, env, heartbeat=Heartbeat(settings.cache_socket))
 
 
@@ -215,7 +221,7 @@ class Supervisor:
         env = {WORKER_SETTINGS: str(handed), **{name: os.environ.get(name, value) for name, value in _GLIBC.items()}}
         for index in range(settings.workers):
             socket_path = settings.worker_socket(index)
-            argv = [sys.executable, "-m", "gateway", "worker"]
+            argv = [*python("gateway"), "worker"]
             argv += ["--address", address, "--port", str(port), "--heartbeat", str(socket_path)]
             heartbeat = Heartbeat(socket_path)
             self._keep(

@@ -28,7 +28,7 @@ ROOMS = {
         "gateway", "__main__", "cli", "worker", "supervisor", "reconcile", "app",
         "admin", "api", "batches", "alerts", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
         "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "settings",
-        "reserved",
+        "reserved", "version",
     ),
     "cache": (
         "cache", "worker", "semantic", "verdicts", "decision", "encoder", "exact",
@@ -52,9 +52,9 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2410, "gateway/accounts": 2810, "gateway/admin": 3510, "gateway/alerts": 440, "gateway/api": 4300,
-    "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1740, "gateway/journey": 3150,
-    "gateway/learning": 1560, "gateway/reconcile": 610, "gateway/telemetry": 1880, "gateway/transport": 800,
+    "gateway": 2500, "gateway/accounts": 2950, "gateway/admin": 3510, "gateway/alerts": 440, "gateway/api": 4300,
+    "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1760, "gateway/journey": 3290,
+    "gateway/learning": 1560, "gateway/reconcile": 610, "gateway/telemetry": 2060, "gateway/transport": 800,
     "gateway/wire": 2200, "cache": 1120, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1320,
     "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,

@@ -77,7 +77,7 @@ def inserted(row: AuditRow) -> sa.Insert:
 
 
 def latest_uses() -> sa.Select[tuple[str, str]]:
-    """The query for each deployment's name and the last action that changed its use."""
+    """The query for each deployment's name and the last action that changed its use, in their order."""
     table = schema.audit
     latest = sa.select(sa.func.max(table.c.id)).where(table.c.action.in_(USES)).group_by(table.c.entry)
-    return sa.select(table.c.entry, table.c.action).where(table.c.id.in_(latest))
+    return sa.select(table.c.entry, table.c.action).where(table.c.id.in_(latest)).order_by(table.c.id)

@@ -37,7 +37,7 @@ from policies.prices import MicroUSD
 from policies.redis import RedisCommands
 from policies.windows import windows_at
 
-BATCH = 2_000  # rows that are alike share their sums: more rows in a batch cost less each
+BATCH = 4_000  # rows that are alike share their sums: more rows in a batch cost less each
 _LOCK_MS = 5_000
 _SKEW_MS = 300_000
 _IDLE_S = 0.25

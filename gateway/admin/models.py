@@ -608,7 +608,7 @@ Act = Literal["drain", "disable", "enable", "reset"]
 
 
 class ActIn(_In):
-    name: str = Field(min_length=1, max_length=200, description="the deployment's")
+    name: str = Field(min_length=1, max_length=200, description="the deployment's; its replicas are meant, too")
 
 
 class TryDeploymentIn(ActIn):
@@ -631,6 +631,7 @@ class TriedOut(_Out):
 
 class DeploymentFacts(_Out):
     name: str
+    group: str = Field("", description="the deployment whose replica it is; else its own name")
     alias: str
     backend: str
     model: str

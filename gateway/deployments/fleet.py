@@ -87,13 +87,15 @@ class Fleet:
         return alias.for_name(name) if alias.is_pattern else alias
 
     def take_uses(self, uses: Mapping[str, str]) -> None:
-        """Set the use of each deployment from `uses`; a missing deployment is in use.
+        """Set the use of each deployment from `uses`, the oldest first; a missing deployment is in use.
 
-        A replica has that of its deployment, too. Answers of a newly disabled deployment are closed.
+        What is said of a deployment holds for its replicas, until more is said of one of them. Answers of
+        a newly disabled deployment are closed.
         """
         self._uses = uses
         for deployment in self.deployments:
-            for answer in deployment.take_use(uses.get(deployment.name, uses.get(deployment.group, ""))):
+            said = [use for name, use in uses.items() if name in (deployment.name, deployment.group)]
+            for answer in deployment.take_use(said[-1] if said else ""):
                 closing = asyncio.ensure_future(answer.aclose())
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)

@@ -133,7 +133,7 @@ class Reply(msgspec.Struct, frozen=True):
     looked: Looked
     flight: Flight | None = None
     reader: Reader | None = None
-    looked_up_ms: float = 0.0  # from the start of the turn until the entry was found
+    looked_up_ms: float = 0.0  # from the start of the turn until stage 4 was over
 
     @property
     def is_leading(self) -> bool:

@@ -25,7 +25,8 @@ from gateway.journey.outcomes import Looked, SemanticResult, Spent, Stored
 from gateway.journey.queue import ranking
 from gateway.journey.rate_limits import Headers, Limits
 from gateway.journey.semantic import SemanticLookup
-from gateway.journey.storing import recorded
+from gateway.journey.storing import MAKER, recorded
+from gateway.journey.trace import maker_of
 from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
 from gateway.settings import CacheSettings, ModelSettings
@@ -278,6 +279,8 @@ def _entry_of(flight: Flight, spent: Spent, fresh_s: int, stale_s: int, *, is_fi
     }
     if spent.answer_baseline_microusd is not None:
         labels["baseline_microusd"] = spent.answer_baseline_microusd
+    if maker := maker_of(generation.turn.arrival.trace):
+        labels[MAKER] = maker
     if stale_s:
         labels[FRESH_S] = fresh_s
     if controls.tags:

@@ -17,6 +17,9 @@ from gateway.wire.chunks import read
 from gateway.wire.fold import fold
 from gateway.wire.types import TOLD, Chunk
 
+MAKER = "made_in"
+"""The label of an entry with the trace and the span of the request that made its answer."""
+
 
 def deployment_of(entry: Entry | None) -> str:
     """The deployment that generated the recorded answer; empty without an entry."""

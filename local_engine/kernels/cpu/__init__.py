@@ -97,7 +97,7 @@ def why_no_kernels() -> str | None:
         return unable
     others = any(_library().parent.glob("kernels-*.so"))
     why = "they were compiled from other sources or for another processor" if others else "they are not compiled"
-    return f"{why}: `./run setup` or `{sys.executable} -m local_engine.kernels.cpu` does it in seconds"
+    return f"{why}: `./run setup` or `{sys.executable} -m {__name__}` does it in seconds"
 
 
 def _unable() -> str | None:
