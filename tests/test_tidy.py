@@ -54,7 +54,7 @@ ROOMS = {
 CODE_LINES_MAX = {
     "gateway": 2500, "gateway/accounts": 2950, "gateway/admin": 3510, "gateway/alerts": 440, "gateway/api": 4300,
     "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1760, "gateway/journey": 3290,
-    "gateway/learning": 1560, "gateway/reconcile": 610, "gateway/telemetry": 2060, "gateway/transport": 800,
+    "gateway/learning": 1570, "gateway/reconcile": 610, "gateway/telemetry": 2060, "gateway/transport": 800,
     "gateway/wire": 2200, "cache": 1120, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1320,
     "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
