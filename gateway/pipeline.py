@@ -111,7 +111,7 @@ class Pipeline:
         self.flights = Flights()
         self.semantic = semantic
         self.verifier: AsksVerifier | None = None  # its questions are requests to this pipeline
-        self.renew: Callable[[Turn, Identity, Alias, Looked], None] | None = None  # begins to make a newer answer
+        self.renew: Callable[[Turn, Identity, Alias, Looked], object] = lambda *_: None  # begins it, of a stale answer
         self._answers = RecordedAnswers(settings.cache, exact, semantic, limits)
         self._emit = emit
         self._learn = learn
@@ -163,8 +163,7 @@ class Pipeline:
         looked = await self._answers.look(turn, identity, alias, self._fingerprint(turn, identity), taken)
         looked_up_ms = turn.elapsed_ms()
         if looked.entry is not None:
-            if looked.is_stale and self.renew is not None:
-                self.renew(turn, identity, alias, looked)
+            self.renew(turn, identity, alias, looked)
             return Reply(turn, alias, looked, looked_up_ms=looked_up_ms)
         flight = self._join(turn, identity, alias, looked)
         reader = flight.admit(turn.deadline, is_stream=turn.is_stream)

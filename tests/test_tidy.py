@@ -52,10 +52,10 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2690, "gateway/accounts": 2980, "gateway/admin": 3310, "gateway/alerts": 440, "gateway/api": 4350,
+    "gateway": 2690, "gateway/accounts": 2980, "gateway/admin": 3520, "gateway/alerts": 440, "gateway/api": 4350,
     "gateway/backends": 3010, "gateway/batches": 1210, "gateway/deployments": 1840, "gateway/journey": 3290,
-    "gateway/learning": 1560, "gateway/reconcile": 610, "gateway/telemetry": 2050, "gateway/transport": 800,
-    "gateway/wire": 2230, "cache": 1120, "cache/decision": 1050, "cache/encoder": 400, "cache/exact": 1300,
+    "gateway/learning": 1570, "gateway/reconcile": 610, "gateway/telemetry": 2050, "gateway/transport": 800,
+    "gateway/wire": 2230, "cache": 1120, "cache/decision": 1050, "cache/encoder": 400, "cache/exact": 1320,
     "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
@@ -67,7 +67,6 @@ SMALL_FILES: dict[str, str] = {
     "cache/moving.py": "a list of words for each language",
     "cache/semantic/sketches.py": "it bounds the memory of what the judge of prose keeps",
     "cache/worker/judging.py": "the other half of the worker, without its socket",
-    "cache/decision/normal_form.py": "read by the gateway, which imports no numpy",
     "gateway/worker.py": "a process",
     "gateway/deployments/server_metrics.py": "others' names, by their kind and version",
     "ipc/options.py": "no part of the calls",

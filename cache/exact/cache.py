@@ -457,8 +457,7 @@ class ExactCache:
         count = size = 0
         samples: list[EntryListing] = []
         with _needs_redis:
-            partitions = [purge.partition] if purge.partition is not None else await self._store.partitions()
-            for partition in partitions:
+            for partition in await self._partitions(purge):
                 async for batch in self._matching(purge, partition):
                     # a wording has no answer of its own; its text may be what is asked for
                     answers = [one for one in batch if not one.about.of or purge.text is not None]
@@ -471,6 +470,43 @@ class ExactCache:
             if not is_dry_run:
                 await self._purges.announce(purge)
         return PurgeResult(count, size, tuple(samples))
+
+    async def entries(self, chosen: Purge) -> AsyncIterator[list[Entry]]:
+        """The entries that a purge would remove, in batches, each with its context. Raises
+        CacheUnavailable.
+        """
+        with _needs_redis:
+            for partition in await self._partitions(chosen):
+                async for batch in self._matching(chosen, partition):
+                    encoded = await self._store.lookup_many(partition, [listing.exact for listing in batch])
+                    yield [
+                        msgspec.structs.replace(Entry.decode(data), context=listing.about.context)
+                        for listing, data in zip(batch, encoded, strict=True)
+                        if data is not None
+                    ]
+
+    async def take_in(self, entries: Sequence[tuple[Entry, bytes | None]]) -> list[str]:
+        """Store entries, each with the key of its words. What became of each: `stored`, `unchanged` where it, or a newer
+        one, is there already, or the reason against it. Raises CacheUnavailable: then a part may be
+        stored.
+        """
+        with _needs_redis:
+            return list(await asyncio.gather(*(self._take_in(entry, key) for entry, key in entries)))
+
+    async def _take_in(self, entry: Entry, words_key: bytes | None) -> str:
+        stored = await self._store.lookup_about(entry.partition, entry.exact)
+        about = stored.about if stored is not None and stored.about.expires_at > self._clock() else None
+        if about is not None and entry.is_curated:
+            is_there = (about.labels, about.text) == (entry.labels, entry.text)
+        else:
+            is_there = about is not None and about.created_at >= entry.created_at
+        if is_there:
+            return "unchanged"
+        refusal = (await self.store(entry, words_key=words_key)).refusal
+        return "stored" if refusal is None else refusal.value
+
+    async def _partitions(self, purge: Purge) -> list[Partition]:
+        return [purge.partition] if purge.partition is not None else await self._store.partitions()
 
     async def _matching(self, purge: Purge, partition: Partition) -> AsyncIterator[list[EntryListing]]:
         now = self._clock()

@@ -804,6 +804,31 @@ class PurgeOut(_Out):
     samples: list[SampleOut]
 
 
+class ExportIn(_In):
+    """Which answers: all, unless a condition is given."""
+
+    team_id: _Id | None = None
+    namespace: _Label | None = None
+    model: _Label | None = None
+    tag: _Label | None = None
+    curated: bool | None = Field(None, description="true: curated answers alone, false: the others alone")
+
+
+class ImportProblem(_Out):
+    line: int
+    message: str
+
+
+class ImportOut(_Out):
+    """What became of the lines of an import."""
+
+    lines: int
+    stored: int
+    unchanged: int = Field(description="were there already, or there is a newer answer")
+    refused: int
+    problems: list[ImportProblem] = Field(description="of the first lines that were refused")
+
+
 class TryIn(_In):
     team_id: _Id
     model: _Label

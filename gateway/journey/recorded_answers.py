@@ -25,11 +25,11 @@ from gateway.journey.outcomes import Looked, SemanticResult, Spent, Stored
 from gateway.journey.queue import ranking
 from gateway.journey.rate_limits import Headers, Limits
 from gateway.journey.semantic import SemanticLookup
-from gateway.journey.storing import MAKER, recorded
+from gateway.journey.storing import MAKER, lifetime, recorded
 from gateway.journey.trace import maker_of
 from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
-from gateway.settings import CacheSettings, ModelSettings
+from gateway.settings import CacheSettings
 from gateway.transport.eager import Eager
 from gateway.wire.reader import has_words, lack_of
 from gateway.wire.sse import events_in
@@ -142,7 +142,7 @@ class RecordedAnswers:
             return Stored(spent)
         is_findable = not looked.no_lookup_reason
         outcome = _outcome_of(generation, is_servable=cache.is_exact or is_findable)
-        ttl_s, stale_s = _lifetime(generation.turn.controls.ttl_s, generation.alias.settings, cache)
+        ttl_s, stale_s = lifetime(generation.turn.controls.ttl_s, generation.alias.settings, cache)
         if moves(looked.fingerprint.text or ""):
             outcome = replace(outcome, moves=not cache.moving_ttl_s)
             ttl_s, stale_s = min(ttl_s, cache.moving_ttl_s), 0
@@ -247,14 +247,6 @@ def _ends_as_asked(generation: Generation) -> bool:
     limit, usage = limits.pop() if len(limits) == 1 else None, progress.usage
     tokens = usage.completion_tokens if usage is not None else None
     return is_cut_as_asked(progress.finish_reasons, generation.answered.demand.choices, limit, tokens)
-
-
-def _lifetime(asked_s: int | None, model: ModelSettings, cache: CacheSettings) -> tuple[int, int]:
-    """The seconds that an answer is fresh, and those that it may be served afterwards."""
-    if asked_s is not None:
-        return min(asked_s, cache.ttl_s_max), 0
-    stale_s = cache.stale_s if model.stale_s is None else model.stale_s
-    return min(model.ttl_s or cache.ttl_s, cache.ttl_s_max), stale_s
 
 
 def _entry_of(flight: Flight, spent: Spent, fresh_s: int, stale_s: int, *, is_findable: bool) -> Entry:

@@ -88,9 +88,14 @@ class InternalRequests:
         await self._answered(turn, hit.identity, hit.alias, None, checks)
 
     def renew(self, turn: Turn, identity: Identity, alias: Alias, looked: Looked) -> None:
-        """Begin to make the answer to `turn` anew, unless a request does or lately did."""
+        """Begin to make a stale answer to `turn` anew, unless a request does or lately did."""
         exact = looked.fingerprint.exact
-        if exact in self._renewing or not may_be_awaited(turn.controls) or turn.upload is not None:
+        if (
+            not looked.is_stale
+            or exact in self._renewing
+            or not may_be_awaited(turn.controls)
+            or turn.upload is not None
+        ):
             return
         if self.generations() <= BUSY:
             self._renewing[exact] = asyncio.ensure_future(self._renew(turn, identity, alias, looked))
@@ -115,7 +120,7 @@ class InternalRequests:
     async def aclose(self) -> None:
         """Cancel the requests that make stale answers anew."""
         if self._pipeline is not None:
-            self._pipeline.renew = None
+            self._pipeline.renew = lambda *_: None
         for task in self._renewing.values():
             task.cancel()
         await asyncio.gather(*self._renewing.values(), return_exceptions=True)
