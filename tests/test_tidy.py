@@ -25,7 +25,7 @@ EXPORTS_MAX = 20
 # fmt: off
 ROOMS = {
     "gateway": (
-        "gateway", "__main__", "cli", "worker", "supervisor", "reconcile", "app",
+        "gateway", "__main__", "cli", "worker", "supervisor", "child_output", "reconcile", "app",
         "admin", "api", "batches", "alerts", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
         "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "settings",
         "reserved",
@@ -45,21 +45,21 @@ ROOMS = {
         "checkpoints", "machine", "executors", "models", "attention", "weights", "step_in_flight", "gpu_sampler",
         "sampler", "sequence", "speculation", "grammar", "text", "apart", "messages", "kernels", "config",
     ),
-    "ipc": ("ipc", "client", "server", "frames", "options"),
+    "ipc": ("ipc", "client", "server", "frames", "options", "logs"),
 }
 # fmt: on
 # The most lines of code (no blank line, comment or docstring) that each room may have: who needs more finds what it makes
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2430, "gateway/accounts": 2810, "gateway/admin": 3290, "gateway/alerts": 440, "gateway/api": 4290,
+    "gateway": 2490, "gateway/accounts": 2810, "gateway/admin": 3290, "gateway/alerts": 440, "gateway/api": 4290,
     "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1760, "gateway/journey": 3270,
     "gateway/learning": 1530, "gateway/reconcile": 610, "gateway/telemetry": 2040, "gateway/transport": 800,
     "gateway/wire": 2200, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1270,
     "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
-    "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 420,
+    "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 450,
 }
 # fmt: on
 # Questions that were answered: why this file is one although it is small and one other file imports it.
@@ -69,8 +69,10 @@ SMALL_FILES: dict[str, str] = {
     "cache/worker/judging.py": "the other half of the worker, without its socket",
     "cache/decision/normal_form.py": "read by the gateway, which imports no numpy",
     "gateway/worker.py": "a process",
+    "gateway/child_output.py": "the supervisor knows no lines",
     "gateway/deployments/server_metrics.py": "others' names, by their kind and version",
     "ipc/options.py": "no part of the calls",
+    "ipc/logs.py": "no part of the calls",
     "local_engine/executors/torch.py": "one of three ways to run a step, each a module",
 }
 # Files that are read whole, or folders of such files, with the most lines that one may have.
