@@ -52,7 +52,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2490, "gateway/accounts": 2810, "gateway/admin": 3290, "gateway/alerts": 440, "gateway/api": 4290,
+    "gateway": 2490, "gateway/accounts": 2810, "gateway/admin": 3300, "gateway/alerts": 440, "gateway/api": 4290,
     "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1760, "gateway/journey": 3270,
     "gateway/learning": 1530, "gateway/reconcile": 610, "gateway/telemetry": 2040, "gateway/transport": 800,
     "gateway/wire": 2200, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1270,
