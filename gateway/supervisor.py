@@ -28,14 +28,15 @@ from enum import Enum, auto
 from pathlib import Path
 
 from cache.worker.options import WorkerOptions
+from gateway.child_output import ChildOutput
 from gateway.data_dir import write_secret
 from gateway.extras import lacks
+from gateway.loggers import get_logger
 from gateway.settings import Settings, SettingsError
 from gateway.transport.http_server import reserve
-from ipc import argv_of
+from ipc import JSON_VARIABLE, argv_of
 from local_engine.config import EngineConfig
 from local_engine.messages import EngineEnded, ended_path, write_ended
-from policies.durations import duration_s
 
 _RESTART_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 _STEADY_AFTER_S = 30.0
@@ -44,6 +45,7 @@ _PR_SET_PDEATHSIG = 1
 _OPEN_FILES = 1 << 16
 WORKER_SETTINGS = "SAMEWAY_WORKER_SETTINGS"
 _HANDED = "worker.json"
+_log = get_logger()
 # glibc's environment of a gateway worker: its allocator keeps little, and what it keeps is small
 _GLIBC = {
     "MALLOC_ARENA_MAX": "1",  # by default each thread has an arena, and each arena keeps its peak
@@ -153,7 +155,7 @@ def redis_argv(settings: Settings) -> list[str]:
         # the cache keeps its own size budget; money must never be evicted
         "maxmemory-policy": "noeviction",
         "loglevel": "warning",
-        "logfile": str(folder / "redis.log"),
+        "logfile": "",  # standard output
         "daemonize": "no",
     }
     return [redis_binary(), *(word for name, value in options.items() for word in (f"--{name}", value))]
@@ -186,6 +188,7 @@ class Supervisor:
         self.settings = settings
         self._children: list[Child] = []
         self._is_stopping = False
+        self._output = ChildOutput()
         self._ready: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
@@ -238,6 +241,10 @@ class Supervisor:
                     heartbeat=heartbeat,
                 )
             )
+        await asyncio.sleep(0)  # the workers start meanwhile
+        from gateway.telemetry import logs
+
+        logs.configure(settings)
         await asyncio.wait(
             [asyncio.ensure_future(self._until_healthy(port)), stopping], return_when=asyncio.FIRST_COMPLETED
         )
@@ -295,11 +302,11 @@ class Supervisor:
             if self._is_stopping:
                 return
             if status == os.EX_CONFIG:
-                _warn(f"{child.name} can't run as configured; it is not started again")
+                _log.error("child_given_up", process=child.name, reason="it can't run as configured")
                 return
             endings = 0 if time.monotonic() - started > _STEADY_AFTER_S else endings + 1
             pause_s = _RESTART_PAUSES_S[min(max(endings, 1), len(_RESTART_PAUSES_S)) - 1]
-            _warn(f"{child.name} {_how_it_ended(status)}; starting it again in {duration_s(pause_s)}")
+            _log.warning("child_ended", process=child.name, reason=_how_it_ended(status), next_start_s=pause_s)
             if (
                 child.kind is ChildKind.ENGINE and child.heartbeat is not None and status < 0
             ):  # a signal: it wrote no reason
@@ -311,7 +318,7 @@ class Supervisor:
         try:
             process = child.process = await self._spawn(child)
         except OSError as error:  # no memory or no process slot: may work later
-            _warn(f"{child.name} can't be started: {error.strerror}")
+            _log.error("child_not_started", process=child.name, reason=error.strerror)
             return 1
         watching = asyncio.create_task(kill_if_silent(child, process))
         status = await process.wait()
@@ -319,13 +326,22 @@ class Supervisor:
         return status
 
     async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *child.argv,
-            env={**os.environ, "PYTHONUTF8": "1", **child.env},  # files of models are UTF-8, whatever the locale
-            stdin=asyncio.subprocess.DEVNULL,
-            preexec_fn=_die_with_parent,
-            start_new_session=True,  # a terminal's Ctrl-C must reach the supervisor alone
-        )
+        is_apart = child.kind is not ChildKind.GATEWAY
+        output = await self._output.pipe(child.name) if is_apart else None
+        try:
+            return await asyncio.create_subprocess_exec(
+                *child.argv,
+                # files of models are UTF-8, whatever the locale
+                env={**os.environ, "PYTHONUTF8": "1", JSON_VARIABLE: "1", **child.env},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=_die_with_parent,
+                start_new_session=True,  # a terminal's Ctrl-C must reach the supervisor alone
+            )
+        finally:
+            if output is not None:
+                os.close(output)
 
     async def _say_when_ready(self, port: int) -> None:
         await self._until_healthy(port, "/readyz")
@@ -358,6 +374,7 @@ class Supervisor:
             ({ChildKind.REDIS}, 10.0),
         ):
             await asyncio.gather(*(_end(child, patience_s) for child in self._children if child.kind in kinds))
+        await self._output.aclose(within_s=1.0)
         (self.settings.data_dir / _HANDED).unlink(missing_ok=True)  # it contains secrets
 
     # -- exclusive resources of this host ----------------------------------------------------------
@@ -389,7 +406,7 @@ async def kill_if_silent(child: Child, process: asyncio.subprocess.Process) -> N
     """Kill a process whose heartbeat stops: a suspended or stuck one would never be restarted."""
     if child.heartbeat is not None:
         await child.heartbeat.silent_for(_SILENT_INTERVALS_MAX)
-        _warn(f"{child.name} does not answer any more; it is killed")
+        _log.error("child_killed", process=child.name, reason="it does not answer any more")
         process.kill()
 
 
@@ -414,10 +431,6 @@ def _raise_open_files() -> None:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _warn(message: str) -> None:
-    print(f"sameway: {message}", file=sys.stderr, flush=True)
 
 
 def _how_it_ended(status: int) -> str:

@@ -28,7 +28,7 @@ from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
 from gateway.accounts.ledger import COLUMNS
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Claim, Hedged, Rejection, Seam
-from gateway.journey.record import FIELDS, Record
+from gateway.journey.record import FIELDS, Record, Stage
 from gateway.learning.reports import ReportOutcome
 from gateway.telemetry.parts import GatewayPart
 from gateway.telemetry.summary import Percentiles, StatsWindow
@@ -412,6 +412,7 @@ class JudgingOut(_Out):
 
 _Rejection = Annotated[Rejection, _Flat("RejectionOut")]
 _Attempt = Annotated[Attempt, _Flat("AttemptOut", without=("is_refusal", "is_denial"))]
+_Stage = Annotated[Stage, _Flat("StageOut", without=("attempt",))]
 _Seam = Annotated[Seam, _Flat("SeamOut")]
 _Claim = Annotated[Claim, _Flat("ClaimOut")]
 _Hedge = Annotated[Hedged, _Flat("HedgeOut")]
@@ -434,6 +435,7 @@ taken) or `failed` (any other 5xx, and a 424).""",
         hedge=_Hedge | None,
         seams=list[_Seam],
         claims=list[_Claim],
+        stages=list[_Stage],
     ),
 ]
 
