@@ -10,10 +10,18 @@ EXTRAS = {
     "litellm": ("litellm",),
     "parquet": ("pyarrow",),
     "s3": ("obstore",),
+    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
 
 
 @functools.cache
 def lacks(extra: str) -> str:
     """What to install, where a module of `extra` is missing; else empty."""
-    return "" if all(find_spec(module) for module in EXTRAS[extra]) else f"install `sameway[{extra}]`"
+    return "" if all(map(_is_there, EXTRAS[extra])) else f"install `sameway[{extra}]`"
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None  # imports the packages that it is in
+    except ModuleNotFoundError:
+        return False

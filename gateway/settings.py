@@ -577,14 +577,6 @@ class AlertSettings(_Section):
         return self
 
 
-def has_library(name: str) -> bool:
-    """Whether the module `name` can be imported; imports its parents."""
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def _place(url: str) -> str:
     """Check the URL of a folder or a bucket, and return it. Raises ValueError."""
     parts = urlsplit(url)
@@ -655,8 +647,8 @@ class TraceSettings(_Section):
     def _can_be_sent(cls, url: str | None) -> str | None:
         if url is not None and not (is_http_url(url) and urlsplit(url).username is None):
             raise ValueError(f"found {url.partition('://')[0][:20]!r}, expected https://HOST/PATH without credentials")
-        if url is not None and not has_library("opentelemetry.exporter.otlp.proto.http"):
-            raise ValueError("found a URL without the library for it: install `sameway[otel]`")
+        if url is not None and (remedy := lacks("otel")):
+            raise ValueError(f"found a URL without the library for it: {remedy}")
         return url
 
 
