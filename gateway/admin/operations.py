@@ -44,15 +44,15 @@ async def act(parts: WorkerParts, act: models.Act, body: models.ActIn, operator:
     """Drains, disables, enables or resets a deployment, or all replicas of one, on every host; each act
     is in the audit log. The answer shows the deployment, or the first of the replicas.
     """
-    pairs = _find(parts, body.name)
+    deployments = _find(parts, body.name)
     row = parts.audit_row(_ACTIONS[act], body.name, operator)
     if act == "reset":
         await parts.audit.add(row)
         with contextlib.suppress(RedisError):  # the next exchange takes it along
-            await parts.shared_health.reset([deployment for _, deployment in pairs])
+            await parts.shared_health.reset([deployment for _, deployment in deployments])
     else:
         await parts.accounts.set_use(row)
-    return views.deployment_of(*pairs[0])
+    return views.deployment_of(*deployments[0])
 
 
 async def try_deployment(parts: WorkerParts, body: models.TryDeploymentIn, operator: Acting) -> models.TriedOut:
@@ -105,8 +105,8 @@ async def cancel_batch(parts: WorkerParts, batch_id: str, operator: Acting) -> m
 def _find(parts: WorkerParts, name: str) -> list[tuple[Alias, Deployment]]:
     """The deployment of this name, or the replicas of that of this name. Raises DoesNotExist."""
     every = [(alias, one) for alias in parts.fleet.aliases.values() for one in alias.deployments.values()]
-    if pairs := [(alias, one) for alias, one in every if name in (one.name, one.group)]:
-        return pairs
+    if found := [(alias, one) for alias, one in every if name in (one.name, one.group)]:
+        return found
     raise accounts.DoesNotExist(f"there is no deployment {name!r}")
 
 

@@ -321,8 +321,13 @@ ENGINE_KV_USED = _gauge(
     "KV memory that the generations of a local engine or a replica hold, of all of it.",
     "deployment",
 )
+SPANS = _counter(
+    "sameway_trace_spans_total",
+    "Spans made; sent, or failed to be. What was made and neither is queued, or dropped by a full queue.",
+    "outcome",
+)
 WORKERS = _gauge("sameway_workers", Merge.SUM, "Gateway workers alive on this host.")
-BUILD = _gauge("sameway_build_info", Merge.MAX, "Always 1; the version is a label.", "version")
+BUILD = _gauge("sameway_build_info", Merge.MAX, "Always 1; the version and the commit are labels.", "version build")
 
 # in the order above, which is that of a scrape
 DEFINITIONS = tuple(one for one in list(globals().values()) if isinstance(one, Definition))
