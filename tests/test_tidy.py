@@ -25,7 +25,7 @@ EXPORTS_MAX = 20
 # fmt: off
 ROOMS = {
     "gateway": (
-        "gateway", "__main__", "cli", "worker", "supervisor", "reconcile", "app",
+        "gateway", "__main__", "cli", "console", "worker", "supervisor", "reconcile", "app",
         "admin", "api", "batches", "alerts", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
         "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "settings",
         "reserved", "version",
@@ -52,7 +52,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2500, "gateway/accounts": 2950, "gateway/admin": 3510, "gateway/alerts": 440, "gateway/api": 4300,
+    "gateway": 2820, "gateway/accounts": 2950, "gateway/admin": 3510, "gateway/alerts": 440, "gateway/api": 4300,
     "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1760, "gateway/journey": 3290,
     "gateway/learning": 1570, "gateway/reconcile": 610, "gateway/telemetry": 2060, "gateway/transport": 800,
     "gateway/wire": 2200, "cache": 1120, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1320,
