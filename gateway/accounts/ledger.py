@@ -11,11 +11,12 @@ import asyncio
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from enum import StrEnum
-from typing import Any, cast
+from operator import attrgetter
+from typing import Any, TypeVar, cast
 
 import msgspec
 import sqlalchemy as sa
@@ -32,6 +33,7 @@ from policies import Usage, WindowKind
 from policies.budgets import DrainedSpend, OwnSpend
 from policies.windows import Window
 
+_Row = TypeVar("_Row", LedgerRow, HitsRow)
 _SAVED_BATCH = 500
 SESSION_DAYS_MAX = 8
 CURSOR = r"[0-9]{1,18}-[!-~]{1,100}"
@@ -191,15 +193,7 @@ class Ledger:
             return count
 
     async def _append(self, connection: AsyncConnection, by_id: Mapping[str, LedgerRow]) -> int:
-        table = schema.ledger
-        if self.database.is_sqlite:
-            new = await _insert_sqlite(self.database, connection, by_id)
-        else:  # a writer that pauses in here must not block the next one
-            await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
-            await months.prepare(connection, self.database, table, [row.at_ms for row in by_id.values()])
-            then, values = "ON CONFLICT (id, at_ms) DO NOTHING RETURNING id", list(map(_values_of, by_id.values()))
-            ids = await self.database.insert_many(connection, table, tuple(COLUMNS), values, then)
-            new = [by_id[row_id] for row_id in ids]
+        new = await self._new(connection, schema.ledger, by_id, _values_of)
         alike = rollups.alike(new)
         by_hour: dict[tuple[int, int], list[int]] = {}
         for row in new:
@@ -211,6 +205,22 @@ class Ledger:
         await self._add_to_counts(connection, new)
         await self._changed(connection, {hour for hour, _ in by_hour})  # of all teams: locked last, and briefly
         return len(new)
+
+    async def _new(
+        self, connection: AsyncConnection, table: sa.Table, rows: Mapping[str, _Row], values_of: Callable[[_Row], Any]
+    ) -> list[_Row]:
+        """Insert the rows with new ids, and return them."""
+        then = "ON CONFLICT (id, at_ms) DO NOTHING RETURNING id"
+        if self.database.is_sqlite:  # no other writer runs meanwhile
+            ids = (msgspec.json.encode(tuple(rows)).decode(),)
+            known = set((await connection.exec_driver_sql(_KNOWN.format(table.name), ids)).scalars())
+            rows, then = {row_id: row for row_id, row in rows.items() if row_id not in known}, ""
+        else:  # a writer that pauses in here must not block the next one
+            await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
+            await months.prepare(connection, self.database, table, [row.at_ms for row in rows.values()])
+        values = list(map(values_of, rows.values()))
+        inserted_ids = await self.database.insert_many(connection, table, table.c.keys(), values, then)
+        return [rows[row_id] for row_id in inserted_ids] if then else list(rows.values())
 
     async def saved(self, ids: Collection[str]) -> set[str]:
         """The members of `ids` that the ledger contains."""
@@ -258,13 +268,7 @@ class Ledger:
             return
         by_id = {row.id: row for row in sorted(rows, key=lambda row: row.id)}
         async with self.database.writing() as connection:
-            table = schema.ledger_hits
-            await months.prepare(connection, self.database, table, [row.at_ms for row in by_id.values()])
-            insert = self.database.insert(table).on_conflict_do_nothing().returning(table.c.id)
-            new: list[HitsRow] = []
-            for row in by_id.values():  # few
-                values = {column.name: getattr(row, column.name) for column in table.c}
-                new += [by_id[id] for id in (await connection.execute(insert, values)).scalars()]
+            new = await self._new(connection, schema.ledger_hits, by_id, _hits_values_of)
             # in the order of `_append`, so that the two cannot deadlock
             await self._add_to_sums(connection, rollups.hits(new), HIT_SUMS)
             await self._add_to_savings(connection, [line for row in new for line in _lines_of_hits(row)])
@@ -442,23 +446,8 @@ def _lines_of_hits(row: HitsRow) -> Iterator[_Line]:
             yield (*key, line), requests, amount
 
 
-async def _insert_sqlite(
-    database: Database, connection: AsyncConnection, by_id: Mapping[str, LedgerRow]
-) -> list[LedgerRow]:
-    """Insert the rows with new ids, and return them.
-
-    Reads the known ids first: no other writer runs meanwhile.
-    """
-    ids = msgspec.json.encode(tuple(by_id)).decode()
-    found = await connection.exec_driver_sql(_KNOWN, (ids,))
-    known = set(found.scalars())
-    new = [row for row in by_id.values() if row.id not in known]
-    await database.insert_many(connection, schema.ledger, tuple(COLUMNS), list(map(_values_of, new)))
-    return new
-
-
-_values_of = columns_of(tuple(COLUMNS))
-_KNOWN = "SELECT id FROM ledger WHERE id IN (SELECT value FROM json_each(?))"
+_values_of, _hits_values_of = columns_of(tuple(COLUMNS)), attrgetter(*schema.ledger_hits.c.keys())
+_KNOWN = "SELECT id FROM {} WHERE id IN (SELECT value FROM json_each(?))"
 
 
 _FILTERS = ("team_id", "key_id", "alias", "deployment")
