@@ -237,6 +237,8 @@ class UpstreamCall(msgspec.Struct, frozen=True, eq=False):
             progress.end(error.detail[:300], is_refusal=is_refusal, is_denial=is_denial)
             return error
         except asyncio.CancelledError:
+            if progress.has_begun:  # a verifier's question ends with the word that decides
+                deployment.health.accepted(asker)
             deployment.health.cancelled(asker)
             progress.abandon()
             raise
