@@ -52,7 +52,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2400, "gateway/accounts": 2810, "gateway/admin": 3300, "gateway/alerts": 440, "gateway/api": 4350,
+    "gateway": 2400, "gateway/accounts": 2810, "gateway/admin": 3300, "gateway/alerts": 440, "gateway/api": 4320,
     "gateway/backends": 3010, "gateway/batches": 1210, "gateway/deployments": 1750, "gateway/journey": 3130,
     "gateway/learning": 1530, "gateway/reconcile": 610, "gateway/telemetry": 1880, "gateway/transport": 800,
     "gateway/wire": 2230, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1270,
