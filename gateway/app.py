@@ -88,13 +88,14 @@ from gateway.telemetry import metric_names as m
 from gateway.telemetry.health import HealthMonitor
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.stats import Stats
+from gateway.telemetry.traces import Traces
 from gateway.transport.contents import contents_at
+from gateway.version import VERSION, build
 from gateway.wire.errors import ApiError, BadRequest
 from gateway.wire.fold import fold
 from gateway.wire.types import KINDS, Chunk
 from policies import Budgets, LeasedRateLimits, LocalRateLimits, RateLimits
 
-VERSION = "0.1.0"
 ACCOUNTS_CHANNEL = "sameway:accounts"
 # a request leaves no reference cycles, so collections are rare; measured in docs/benchmarks.md
 _GC_THRESHOLDS = (20_000, 20, 50)
@@ -161,7 +162,7 @@ def create_app(settings: Settings) -> FastAPI:
     @app.get("/health", tags=["operations"], summary="The same as /healthz, under vLLM's name")
     @app.get("/healthz", tags=["operations"], summary="The process lives")
     async def healthz() -> dict[str, str]:
-        return {"status": "ok"}
+        return {"status": "ok", "version": VERSION, "build": build()}
 
     @app.get(
         "/readyz",
@@ -304,7 +305,7 @@ async def _open_accounts(settings: Settings, link: RedisLink, stack: AsyncExitSt
 
 async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> WorkerParts:
     """Open every part, in the order of their dependencies. `routes` are filled later."""
-    metrics = Metrics(settings.run_dir / "metrics", VERSION)
+    metrics = Metrics(settings.run_dir / "metrics", VERSION, build())
     stack.callback(metrics.close)
     log = logs.configure(settings, on_drop=lambda lines: metrics.add(m.LOG_DROPPED, lines))
     stack.callback(logs.close)
@@ -326,7 +327,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     stats = Stats(link, time.time)
     hits = HitsWriter(ledger, stats.take_hits)
     stack.push_async_callback(_last_flush, stats, hits)
-    emit = _emitter(settings, log, metrics, stats)
+    emit = _emitter(settings, log, metrics, stats, _open_traces(settings, fleet, metrics, stack))
     limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
     learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, fleet)
     lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds)
@@ -336,7 +337,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     for end in (learning.aclose, pipeline.drain, learning.stop):  # the last one first
         stack.push_async_callback(end)
     background = Background(pipeline, stored_responses, memory, link, partial(metrics.add, m.BACKGROUND_RESPONSES, 1))
-    writer = LedgerWriter(link, ledger, budgets, kept_days=settings.ledger.kept_days)
+    writer = LedgerWriter(link, ledger, budgets, settings=settings.ledger)
     watch = HealthMonitor(
         settings, link, accounts, writer=writer, semantic=semantic, fleet=fleet, money=money, pipeline=pipeline
     )
@@ -374,8 +375,8 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     )
 
 
-def _emitter(settings: Settings, log: logs.Log, metrics: Metrics, stats: Stats) -> Emit:
-    """Logs, measures and counts each record."""
+def _emitter(settings: Settings, log: logs.Log, metrics: Metrics, stats: Stats, traces: Traces | None) -> Emit:
+    """Logs, measures, counts and traces each record."""
 
     def emit(record: Record, turn: Turn | None, chunks: Sequence[Chunk]) -> None:
         if settings.log_prompts and turn is not None:
@@ -385,6 +386,8 @@ def _emitter(settings: Settings, log: logs.Log, metrics: Metrics, stats: Stats) 
             log.emit(record)
         metrics.observe(record)
         stats.add(record)
+        if traces is not None:
+            traces.add(record)
 
     return emit
 
@@ -414,6 +417,14 @@ def _batches(
         on_line=lambda how: metrics.add(m.BATCH_LINES, 1, how),
     )
     return {"files": files, "batches": batches, "runner": runner}
+
+
+def _open_traces(settings: Settings, fleet: Fleet, metrics: Metrics, stack: AsyncExitStack) -> Traces | None:
+    if settings.traces.endpoint is None:
+        return None
+    traces = Traces(settings.traces, lambda: fleet.deployments, metrics, VERSION)
+    stack.push_async_callback(traces.aclose)
+    return traces
 
 
 def _open_spool(settings: Settings) -> Spool:

@@ -19,8 +19,7 @@ and 10 settles it. 5 sets the context that 6 and 10 use. What becomes of a reque
     miss                   7, 8, 9, and 10 settles the hold and stores the answer, if it is eligible
     refusal in 1 to 5      `answer` raises, the endpoint calls `finish` to record it; `look` releases
                            the claim of stage 4
-    refusal in 6 to 8      the flight ends with the error, and 10 releases the hold and the claim; so
-                           does a request for `only-if-cached` that no entry answers
+    refusal in 6 to 8      the flight ends with the error, and 10 releases the hold and the claim
     failure before a chunk the next deployment, round or fallback (9); else the error's HTTP status
     failure after it       another deployment goes on with the text, or the stream ends with an error
     client gone            its reader leaves; the last to leave cancels the task of 6 to 9, and 10
@@ -112,6 +111,7 @@ class Pipeline:
         self.flights = Flights()
         self.semantic = semantic
         self.verifier: AsksVerifier | None = None  # its questions are requests to this pipeline
+        self.renew: Callable[[Turn, Identity, Alias, Looked], object] = lambda *_: None  # begins it, of a stale answer
         self._answers = RecordedAnswers(settings.cache, exact, semantic, limits)
         self._emit = emit
         self._learn = learn
@@ -161,13 +161,16 @@ class Pipeline:
         if turn.demand.is_output_bound:
             turn = replace(turn, demand=alias.within_reach(turn.demand))
         looked = await self._answers.look(turn, identity, alias, self._fingerprint(turn, identity), taken)
+        looked_up_ms = turn.elapsed_ms()
         if looked.entry is not None:
-            return Reply(turn, alias, looked, looked_up_ms=turn.elapsed_ms())
+            self.renew(turn, identity, alias, looked)
+            return Reply(turn, alias, looked, looked_up_ms=looked_up_ms)
         flight = self._join(turn, identity, alias, looked)
         reader = flight.admit(turn.deadline, is_stream=turn.is_stream)
         if reader.is_leader:
+            flight.generation.exact_ms = looked_up_ms
             flight.take_off(self.generate(flight))
-        reply = Reply(turn, alias, looked, flight, reader)
+        reply = Reply(turn, alias, looked, flight, reader=reader, looked_up_ms=looked_up_ms)
         attend(reply)
         try:
             if looked.is_claimed and not reader.is_leader:  # the leader lost its claim, and this one makes no entry
@@ -248,7 +251,7 @@ class Pipeline:
         generation = flight.generation
         if generation.looked.claimed_for_ms is not None:
             await self._answers.await_other_worker(flight)
-        looked = generation.looked
+        looked, since_ms = generation.looked, generation.turn.elapsed_ms()
         if looked.entry is not None:
             return
         if looked.no_lookup_reason:
@@ -258,6 +261,7 @@ class Pipeline:
         semantic = await self.semantic.find(looked.fingerprint, controls, team, generation.alias)
         if semantic.undecided is not None and self.verifier is not None:
             semantic = await self.verifier.look(flight, semantic)
+        generation.semantic_ms = generation.turn.elapsed_ms() - since_ms
         degraded = looked.degraded + semantic.degraded
         generation.looked = replace(looked, semantic=semantic, entry=semantic.entry, degraded=degraded)
 
@@ -266,13 +270,14 @@ class Pipeline:
 
         Raises RateLimited, BudgetExceeded, Unavailable, BadRequest.
         """
-        drafting = None
+        drafting, since_ms = None, generation.turn.elapsed_ms()
         if generation.alias.has_engine:
             drafting = self.semantic.begin_draft(generation.looked.fingerprint, generation.looked.semantic)
         await generation.holds.reserve()
         if drafting is not None:
             near = (await drafting).entry
             generation.looked = replace(generation.looked, near=near)
+        generation.reserve_ms = generation.turn.elapsed_ms() - since_ms
 
     async def _record(self, flight: Flight, error: ApiError | None) -> None:
         """10. End the flight, settle or release the hold, and store the answer or release the claim, in
@@ -296,6 +301,7 @@ class Pipeline:
             if end_storing is not None:
                 end_storing()
             flight.retire()
+            generation.record_ms = turn.elapsed_ms() - duration_ms
             record = record_of(
                 turn.arrival,
                 ended_with(error, flight.leader_ended),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.metadata
 import json
 import re
 import shlex
 import textwrap
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -19,10 +19,11 @@ import yaml
 
 from cache.fingerprint import FIELDS, FieldKind
 from cache.worker.options import WorkerOptions
-from gateway.app import VERSION, create_app
+from gateway.app import create_app
 from gateway.cli import command_parser, main
 from gateway.settings import SECTIONS, EngineSettings, PriceSettings, Settings
 from gateway.telemetry.metric_names import DEFINITIONS
+from gateway.version import VERSION
 from policies import Price
 from tests.documents import DOCUMENTS, ROOT, admin_paths, generated, meanings_of, with_generated, without_generated
 from tests.golden.source import COLLECTORS, PACKAGES
@@ -91,7 +92,7 @@ def test_every_generated_part_is_shown_once() -> None:
 def test_every_setting_has_a_sentence() -> None:
     """But for sections, which have a table of their own."""
     without = [name for section in SECTIONS for name in section.model_fields if not meanings_of(section).get(name)]
-    assert without == ["cache", "budgets", "alerts", "batches", "ledger", "responses"]
+    assert without == ["cache", "budgets", "alerts", "batches", "ledger", "responses", "traces"]
 
 
 def test_every_setting_is_read() -> None:
@@ -120,7 +121,7 @@ def test_every_variable_is_documented() -> None:
     found = {name[1:] for name in COLLECTORS["settings"]() if name.startswith("$")}
     settings = {f"SAMEWAY_{name.upper()}" for name in Settings.model_fields}
     documented = set(_names(CONFIGURATION, "## Environment variables that are not settings"))
-    assert found - settings - documented == {"SAMEWAY_WORKER_SETTINGS", "SAMEWAY_INDEX_URL"}
+    assert found - settings - documented == {"SAMEWAY_WORKER_SETTINGS", "SAMEWAY_INDEX_URL", "SAMEWAY_LOG_AS_JSON"}
 
 
 def test_every_header_is_documented() -> None:
@@ -232,7 +233,7 @@ def test_sample_configurations_pass_the_check(
 @pytest.mark.parametrize("name", TEXTS)
 def test_sample_commands_can_run(name: str) -> None:
     """What a document calls on a command line is there: commands with their options, benches, a request's route and fields."""
-    for line in "\n".join(_fences(TEXTS[name], "console")).splitlines():
+    for line in "\n".join(_fences(TEXTS[name], "console")).replace("\\\n", " ").splitlines():
         match shlex.split(line.partition("$ ")[2], comments=True):
             case ["./run", "bench", bench, *_]:
                 assert (ROOT / f"bench/{bench}.py").exists(), line
@@ -319,8 +320,8 @@ def test_prose_is_narrow_and_plain(name: str) -> None:
 
 
 def test_the_newest_release_is_the_version() -> None:
-    """The first heading of the changelog, the package and the running gateway name one version."""
-    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    """The first heading of the changelog, the installed package and the running gateway name one version."""
+    package = importlib.metadata.version("sameway")
     (newest, *_) = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert newest == package == VERSION
 

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
@@ -82,13 +82,18 @@ from gateway.learning.spending import Spending
 from gateway.learning.verifiers import Verifiers
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings
+from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.stats import Stats
+from gateway.telemetry.traces import Traces
 from gateway.transport.http_server import WHEN_GONE
 from gateway.wire.types import KINDS, Chunk
 from policies import Budget, Budgets, LeasedRateLimits, LocalRateLimits, RateLimits, Usage, WindowKind
 from policies.breaker import Asker
 from policies.holds import LEDGER_LOCK, LEDGER_STREAM
 from tests.services import RedisServer
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
 
 IDENTITY_HEADERS = {"x-fairness": "team", "X-Objective": "tag:priority", "x-session": "session", "x-user": "user"}
 KEY = "sk-sw-world-0123456789abcdef0123456789abcdef"
@@ -710,6 +715,10 @@ class World:
         """Remove the one entry with an id or a prompt, as an admin does."""
         assert (await self._exact.purge(Purge(id=entry, text=text))).count == 1
 
+    async def purge_by_tag(self, tag: str) -> int:
+        """Remove the entries with a tag, as an admin does, and count them."""
+        return (await self._exact.purge(Purge(tag=tag))).count
+
     def draws_checks(self, draw: Callable[[], float] = lambda: 0.0) -> None:
         """From now on hits by meaning are checked: each that may be, unless `draw` says otherwise."""
         self._learner.checks.random = draw
@@ -732,6 +741,18 @@ class World:
         await self.quiet()
         (found,) = [record for record in self.records if record.request.id == reply.id]
         return found
+
+    def spans(self) -> list[ReadableSpan]:
+        """Those that would be sent of all requests so far, as OpenTelemetry's exporter in memory has them."""
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+        exporter, pipeline = InMemorySpanExporter(), self._pipeline
+        processor, metrics = SimpleSpanProcessor(exporter), Metrics(None)
+        traces = Traces(pipeline.settings.traces, lambda: pipeline.fleet.deployments, metrics, "1.2.3", processor)
+        for record in self.records:
+            traces.add(record)
+        return list(exporter.get_finished_spans())
 
     # -- teams and money
 
@@ -876,10 +897,6 @@ class World:
         """Whether a breaker of a deployment is open."""
         return self._deployment(deployment).health.is_resting
 
-    def is_available(self, deployment: str) -> bool | None:
-        """Whether a deployment answers, by its last call."""
-        return self._deployment(deployment).is_available
-
     def is_probed_elsewhere(self, deployment: str) -> None:
         """Another worker has the right to probe a deployment, as long as it rests."""
 
@@ -892,6 +909,10 @@ class World:
         """Requests of three callers fail at a deployment."""
         for caller in "abc":
             self._deployment(deployment).health.failed(Asker("chat:", caller))
+
+    def is_available(self, deployment: str) -> bool | None:
+        """Whether a deployment answers; None before its first answer."""
+        return self._deployment(deployment).is_available
 
     def _deployment(self, name: str) -> Deployment:
         (found,) = [one for one in self._pipeline.fleet.deployments if one.name == name]

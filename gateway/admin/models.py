@@ -19,7 +19,7 @@ from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
 from gateway.accounts.ledger import COLUMNS
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Claim, Hedged, Rejection, Seam
-from gateway.journey.record import FIELDS, Record
+from gateway.journey.record import FIELDS, Record, Stage
 from gateway.learning.reports import ReportOutcome
 from gateway.telemetry.parts import GatewayPart
 from gateway.telemetry.summary import Percentiles, StatsWindow
@@ -403,6 +403,7 @@ class JudgingOut(_Out):
 
 _Rejection = Annotated[Rejection, _Flat("RejectionOut")]
 _Attempt = Annotated[Attempt, _Flat("AttemptOut", without=("is_refusal", "is_denial"))]
+_Stage = Annotated[Stage, _Flat("StageOut", without=("attempt",))]
 _Seam = Annotated[Seam, _Flat("SeamOut")]
 _Claim = Annotated[Claim, _Flat("ClaimOut")]
 _Hedge = Annotated[Hedged, _Flat("HedgeOut")]
@@ -425,6 +426,7 @@ taken) or `failed` (any other 5xx, and a 424).""",
         hedge=_Hedge | None,
         seams=list[_Seam],
         claims=list[_Claim],
+        stages=list[_Stage],
     ),
 ]
 
@@ -617,7 +619,7 @@ Act = Literal["drain", "disable", "enable", "reset"]
 
 
 class ActIn(_In):
-    name: str = Field(min_length=1, max_length=200, description="the deployment's")
+    name: str = Field(min_length=1, max_length=200, description="the deployment's; its replicas are meant, too")
 
 
 class TryDeploymentIn(ActIn):
@@ -640,6 +642,7 @@ class TriedOut(_Out):
 
 class DeploymentFacts(_Out):
     name: str
+    group: str = Field("", description="the deployment whose replica it is; else its own name")
     alias: str
     backend: str
     model: str
@@ -706,7 +709,7 @@ class CacheOut(_Out):
     semantic: _Part | None
 
 
-_CONDITIONS = ("id", "text", "team_id", "namespace", "model", "deployment", "older_than_s")
+_CONDITIONS = ("id", "text", "team_id", "namespace", "model", "deployment", "older_than_s", "tag")
 _ALL_OR_SOME: Any = {
     "if": {"required": ["all"], "properties": {"all": {"const": True}}},
     "then": {"properties": {name: {"type": "null"} for name in _CONDITIONS}},
@@ -732,6 +735,7 @@ class PurgeIn(_In):
     model: _Label | None = Field(None, description="the name that was asked for")
     deployment: _Label | None = Field(None, description="the deployment that generated the answer")
     older_than_s: float | None = Field(None, ge=0, le=1e11)
+    tag: _Label | None = Field(None, description="one of the body's `cache.tags` of the request that made the answer")
     all: bool = Field(False, description="everything, of every team")
 
 
@@ -791,6 +795,31 @@ class PurgeOut(_Out):
     count: int
     size_bytes: int
     samples: list[SampleOut]
+
+
+class ExportIn(_In):
+    """Which answers: all, unless a condition is given."""
+
+    team_id: _Id | None = None
+    namespace: _Label | None = None
+    model: _Label | None = None
+    tag: _Label | None = None
+    curated: bool | None = Field(None, description="true: curated answers alone, false: the others alone")
+
+
+class ImportProblem(_Out):
+    line: int
+    message: str
+
+
+class ImportOut(_Out):
+    """What became of the lines of an import."""
+
+    lines: int
+    stored: int
+    unchanged: int = Field(description="were there already, or there is a newer answer")
+    refused: int
+    problems: list[ImportProblem] = Field(description="of the first lines that were refused")
 
 
 class TryIn(_In):

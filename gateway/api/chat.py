@@ -132,7 +132,7 @@ class AnswerEndpoint:
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         headers = asgi.headers_of(scope)
         caller: Caller | None = scope.get("caller")
-        arrival = arrive(self.operation or self._kind.name, caller)
+        arrival = arrive(self.operation or self._kind.name, headers, caller, self._pipeline.settings.traces)
         identity: Identity | None = None
         turn: Turn | None = None
         ended = Ended()

@@ -98,7 +98,7 @@ class ObjectEndpoint(ABC):
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         headers = asgi.headers_of(scope)
-        arrival = arrive(self.operation)
+        arrival = arrive(self.operation, headers, traces=self._pipeline.settings.traces)
         object_id, _, action = scope["path"].removeprefix(self.path).strip("/").partition("/")
         call: Call | None = None
         ended = Ended()

@@ -82,6 +82,8 @@ def answer_headers(reply: Reply) -> Headers:
             headers.append((b"x-sameway-similarity", f"{similarity:.4f}".encode()))
             if reply.is_verified:
                 headers.append((b"x-sameway-verified", b"true"))
+        if reply.kept:
+            headers.append((b"x-sameway-kept", reply.kept.encode()))
         headers.append((b"age", str(int(entry.age_s(time.time()))).encode()))
         asking = reply.asking if reply.is_leading else None
         cost = asking.cost_microusd if asking is not None else 0
@@ -110,7 +112,8 @@ def cost_header(reply: Reply) -> Headers:
 
 def _cache_status(kind: str, entry: Entry | None) -> str:
     if entry is not None:
-        return f"sameway; hit; ttl={int(entry.expires_at - time.time())}; detail={kind}"
+        ttl = "" if entry.is_curated else f"; ttl={int(entry.fresh_until - time.time())}"
+        return f"sameway; hit{ttl}; detail={kind}"
     if kind == "coalesced":
         return "sameway; fwd=miss; collapsed"
     return f"sameway; fwd={'request' if kind == 'bypass' else 'uri-miss'}"

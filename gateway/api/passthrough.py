@@ -31,7 +31,7 @@ from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.journey.bodies import Body
 from gateway.journey.flight import Reply
-from gateway.journey.turn import Ended, Turn, labels_of, trace_of
+from gateway.journey.turn import Ended, Turn, labels_of
 from gateway.pipeline import Pipeline
 from gateway.reserved import calls_of, reserved_names
 from gateway.settings import ModelSettings, Settings, reports_tokens
@@ -124,7 +124,6 @@ class Passthrough(AnswerEndpoint):
                 started=time.perf_counter(),
                 labels=labels_of(headers, body.get("metadata")),
                 upload=upload,
-                trace=trace_of(headers),
                 passage=Passage(method, path, query, tuple(sent_headers), is_counted),
             )
             owned_ids = await self._ids.of_team(name, team_id) if method == "GET" and not ids else None

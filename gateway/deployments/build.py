@@ -1,6 +1,6 @@
 """Builds a deployment's backend, price, sizes and capabilities from its settings.
 
-Facts come from the settings, else by the model's name from litellm's table, else from the kind of
+Facts come from the settings, else by the model's name from the packaged table, else from the kind of
 backend. Connects to nothing and imports nothing heavy: `Backend.start` does.
 """
 

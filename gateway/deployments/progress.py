@@ -28,6 +28,9 @@ class Attempt(msgspec.Struct, frozen=True):
     is_refusal: bool = False  # the request was at fault
     is_denial: bool = False  # the deployment refused for good: a key, credit, a model, a rule
     mended: int = 0  # fields of its answer that were not what they should be
+    at_ms: float = 0.0  # from the start of the request until it began
+    ttft_ms: float | None = None  # from then until its first content
+    span_id: str = ""  # in the request's trace
 
     @property
     def verdict(self) -> str:
@@ -49,6 +52,8 @@ class Progress(msgspec.Struct):
     warm_tokens: int = 0  # of the prompt, which its replica seemed to hold
     queued: Queued | None = None  # in its replica's backlog
     prefix_tokens: int = 0  # of an answer that it went on with, beside the prompt
+    at_ms: float = 0.0  # from the start of the request until now
+    span_id: str = ""  # in the request's trace, if that is the gateway's
     started: float = msgspec.field(default_factory=time.perf_counter)
     has_begun: bool = False
     is_whole: bool = False  # came in one piece: its first token took the whole time
@@ -108,7 +113,17 @@ class Progress(msgspec.Struct):
         duration_ms, mended = self.elapsed_ms(), sum(map(_mended, self.chunks))
         if self.queued is not None:
             self.leave()
-        self.attempt = Attempt(self.deployment, outcome, duration_ms, is_refusal, is_denial, mended=mended)
+        self.attempt = Attempt(
+            name=self.deployment,
+            outcome=outcome,
+            duration_ms=duration_ms,
+            is_refusal=is_refusal,
+            is_denial=is_denial,
+            mended=mended,
+            at_ms=self.at_ms,
+            ttft_ms=self.ttft_ms,
+            span_id=self.span_id,
+        )
 
     def leave(self) -> None:
         """Leave its replica's backlog."""

@@ -23,6 +23,7 @@ from gateway.journey.needs import identity_headers
 from gateway.journey.outcomes import Try
 from gateway.journey.queue import warm_at
 from gateway.journey.semantic import draft_of
+from gateway.journey.trace import Headers, span_of
 from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
 from gateway.reserved import with_calls_bound
@@ -75,13 +76,17 @@ async def begin(
         return None
     if generation.answered.demand.caller not in deployment.lessons.callers:
         deployment.lessons.seen(generation.answered.demand.caller)
+    span_id = ""
+    if (trace := generation.turn.arrival.trace) is not None and trace.span_id:
+        span_id = span_of(generation.turn.arrival.request_id, f"try {len(generation.answered.tries)}")
     try:
-        request = _request_to(deployment, generation, is_alone=is_alone, said=said, dialect=dialect)
+        request = _request_to(deployment, generation, span_id, is_alone=is_alone, said=said, dialect=dialect)
     except BaseException:  # a bug must not keep the slot
         deployment.health.cancelled(asker)
         deployment.end(team)
         raise
-    progress = Progress(deployment.name, near.id if request.draft and near is not None else "")
+    draft = near.id if request.draft and near is not None else ""
+    progress = Progress(deployment.name, draft, at_ms=generation.turn.elapsed_ms(), span_id=span_id)
     if said is not None:
         progress.prefix_tokens = said.tokens
     if deployment.backlog is not None:
@@ -103,7 +108,13 @@ def _queue_up(backlog: Backlog, replica: Deployment, progress: Progress, generat
 
 
 def _request_to(
-    deployment: Deployment, generation: Generation, *, is_alone: bool, said: Said | None, dialect: Dialect | None
+    deployment: Deployment,
+    generation: Generation,
+    span_id: str,
+    *,
+    is_alone: bool,
+    said: Said | None,
+    dialect: Dialect | None,
 ) -> BackendRequest:
     turn, serving, holds = generation.turn, generation.answered.serving, generation.holds
     native, kind = turn.native, turn.kind
@@ -129,7 +140,9 @@ def _request_to(
     if dialect is None:
         dialect = deployment.spoken() if deployment.lessons.witnesses else deployment.dialect
     body = with_length(body, dialect, kind, tokens)
-    trace = turn.trace if deployment.settings.is_traced else ()
+    trace: Headers = ()
+    if deployment.settings.is_traced and turn.arrival.trace is not None:
+        trace = turn.arrival.trace.sent_from(span_id)
     if sources := deployment.settings.identity_headers:
         first_turn = generation.looked.fingerprint.chain[0]
         trace += identity_headers(sources, generation.identity, turn.body, turn.labels, first_turn)

@@ -36,6 +36,11 @@ class RequestFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     user: str = ""
     session: str = ""
     tags: str = ""
+    # W3C Trace Context, where the request has a trace; the names are OpenTelemetry's for logs
+    trace_id: str = ""
+    span_id: str = ""  # the gateway's own span
+    parent_span_id: str = ""  # the client's
+    trace_flags: int = 0  # 1: sampled
 
 
 class CacheFacts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -50,6 +55,8 @@ class CacheFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     awaited_ms: float = 0.0
     store: str = ""  # `stored`, or the reason against it
     entry: str = ""  # id of the cached answer that was served or stored
+    made_in: str = ""  # the trace and the span of the request that made the answer
+    kept: str = ""  # of the answer that was served: `curated`, or `stale` where a newer one was made
     # failed parts that the request did without: redis, cache_worker
     degraded: tuple[str, ...] = msgspec.field(default=(), name="survived")
 
@@ -91,6 +98,12 @@ class Times(msgspec.Struct, frozen=True, omit_defaults=True):
     ttft_ms: float | None = None
     duration_ms: float = 0.0
     saved_ms: float = 0.0  # the time of a hit's generation, less that of the hit
+    # of its stages, each of which begins where the one before ends; `stages_of` has all
+    received_ms: float = 0.0  # before the start, from the arrival until the body was read
+    exact_ms: float = 0.0  # limits and the exact lookup
+    semantic_ms: float = 0.0  # the semantic lookup, with its verifier
+    reserve_ms: float = 0.0
+    record_ms: float = 0.0  # after the end: settling and storing
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -104,6 +117,48 @@ class Record(msgspec.Struct, frozen=True):
     usage: Usage = Usage()
     money: MoneyFacts = MoneyFacts()
     times: Times = Times()
+
+
+class Stage(msgspec.Struct, frozen=True):
+    """A part of a request's time, in milliseconds from its start."""
+
+    name: str
+    at_ms: float
+    duration_ms: float
+    attempt: Attempt | None = None  # of a call of a deployment
+
+
+def stages_of(record: Record) -> list[Stage]:
+    """Where the time of a request went, in order; calls of deployments may overlap, and what took no
+    time is left out.
+    """
+    times, cache, answer = record.times, record.cache, record.answer
+    stages: list[Stage] = []
+    at_ms = 0.0
+
+    def add(name: str, duration_ms: float | None) -> None:
+        nonlocal at_ms
+        if duration_ms is not None and duration_ms > 0.0:
+            stages.append(Stage(name, at_ms, duration_ms))
+            at_ms += duration_ms
+
+    if times.received_ms:
+        stages.append(Stage("receive", -times.received_ms, times.received_ms))
+    is_at_once = cache.source in ("exact", "semantic") and not times.exact_ms
+    add("exact lookup", times.ttft_ms if is_at_once else times.exact_ms)
+    if cache.source == "coalesced" and times.ttft_ms is not None:
+        add("shared answer", times.ttft_ms - at_ms)
+    elif cache.awaited:
+        add("other worker", cache.awaited_ms - at_ms)
+    verify_ms = record.verifier.verify_ms or 0.0
+    add("semantic lookup", times.semantic_ms - verify_ms)
+    add("verifier", verify_ms)
+    add("reserve", times.reserve_ms)
+    add("queue", answer.queued_ms)
+    stages += [Stage(one.name, one.at_ms, one.duration_ms, one) for one in answer.attempts]
+    if times.record_ms:
+        stages.append(Stage("record", times.duration_ms, times.record_ms))
+    return stages
 
 
 _PARTS: Mapping[str, type[msgspec.Struct]] = {part.name: part.type for part in msgspec.structs.fields(Record)}

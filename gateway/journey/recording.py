@@ -1,5 +1,6 @@
 """Makes the record of a finished request from the outcomes of its stages, once, on every exit."""
 
+import time
 from typing import Any
 
 from msgspec.structs import replace
@@ -11,7 +12,8 @@ from gateway.journey.generation import Generation
 from gateway.journey.needs import booked_labels
 from gateway.journey.outcomes import Hedged, MoneyFacts, Rejection, SemanticResult
 from gateway.journey.record import AnswerFacts, CacheFacts, Record, RequestFacts, Times, VerifierFacts
-from gateway.journey.storing import deployment_of
+from gateway.journey.storing import MAKER, deployment_of, kept
+from gateway.journey.trace import maker_of
 from gateway.journey.turn import Arrival, Ended, Turn
 from gateway.wire.errors import ApiError, shown
 from policies import Usage
@@ -62,11 +64,28 @@ def record_of(
     )
     if turn is not None and (labels := booked_labels(turn)):
         request = replace(request, **labels)
+    if (trace := arrival.trace) is not None:
+        request = replace(
+            request,
+            trace_id=trace.id,
+            span_id=trace.span_id,
+            parent_span_id=trace.parent_id,
+            trace_flags=int(trace.is_sampled),
+        )
     if flight is not None:
-        return Record(request, ended, *_of_flight(flight, duration_ms))
-    if reply is not None:
-        return Record(request, ended, *_of_reply(reply, duration_ms))
-    return Record(request, ended, CacheFacts(source), times=Times(None, duration_ms))
+        record = Record(request, ended, *_of_flight(flight, duration_ms))
+    elif reply is not None:
+        record = Record(request, ended, *_of_reply(reply, duration_ms))
+    else:
+        record = Record(request, ended, CacheFacts(source), times=Times(None, duration_ms))
+    if turn is None:
+        return record
+    received_ms = (turn.started - time.perf_counter() + time.time() - arrival.at_s) * 1000.0
+    return (
+        replace(record, times=replace(record.times, received_ms=round(received_ms, 3)))
+        if received_ms >= 1.0
+        else record
+    )
 
 
 _Facts = tuple[CacheFacts, VerifierFacts, AnswerFacts, Usage, MoneyFacts, Times]
@@ -88,14 +107,22 @@ def _of_flight(flight: Flight, duration_ms: float) -> _Facts:
         awaited_ms=awaited_ms,
         store=stored.outcome,
         entry=entry.id if entry is not None else "",
+        made_in=_maker(looked.entry),
+        kept=kept(looked.entry),
         degraded=looked.degraded,
     )
     answer = _answer_of(generation)
     verified = _verified(semantic)
     if looked.entry is not None:
-        return cache, verified, answer, *_replayed(looked.entry, duration_ms, duration_ms)
-    ttft_ms = None if flight.first_at is None else (flight.first_at - generation.turn.started) * 1000.0
-    return cache, verified, answer, stored.spent.usage, stored.spent.money, Times(ttft_ms, duration_ms)
+        usage, money, times = _replayed(looked.entry, duration_ms, duration_ms)
+    else:
+        ttft_ms = None if flight.first_at is None else (flight.first_at - generation.turn.started) * 1000.0
+        usage, money, times = stored.spent.usage, stored.spent.money, Times(ttft_ms, duration_ms)
+    stages = {name: round(took, 3) for name in _STAGES if (took := getattr(generation, name))}
+    return cache, verified, answer, usage, money, replace(times, **stages)
+
+
+_STAGES = ("exact_ms", "semantic_ms", "reserve_ms", "record_ms")
 
 
 def _verified(semantic: SemanticResult) -> VerifierFacts:
@@ -147,7 +174,14 @@ def _of_reply(reply: Reply, duration_ms: float) -> _Facts:
     if reply.flight is None:
         assert entry is not None
         semantic, deployment = reply.looked.semantic, deployment_of(entry)
-        cache = CacheFacts(reply.source, semantic.similarity, question=semantic.question, entry=entry.id)
+        cache = CacheFacts(
+            source=reply.source,
+            similarity=semantic.similarity,
+            question=semantic.question,
+            entry=entry.id,
+            made_in=_maker(entry),
+            kept=reply.kept,
+        )
         return cache, _verified(semantic), AnswerFacts(deployment), *_replayed(entry, begun_ms, duration_ms)
     generation = reply.flight.generation
     awaited, awaited_ms = _awaited(generation, reply.turn)
@@ -157,16 +191,18 @@ def _of_reply(reply: Reply, duration_ms: float) -> _Facts:
         awaited=awaited,
         awaited_ms=awaited_ms,
         entry=entry_id if begun_ms is not None else "",
+        made_in=_maker(entry) or maker_of(generation.turn.arrival.trace),
         degraded=reply.looked.degraded,
     )
+    times = Times(begun_ms, duration_ms, exact_ms=round(reply.looked_up_ms, 3))
     if begun_ms is None:  # it failed before the first chunk
-        return cache, _UNVERIFIED, AnswerFacts(), Usage(), MoneyFacts(), Times(None, duration_ms)
+        return cache, _UNVERIFIED, AnswerFacts(), Usage(), MoneyFacts(), times
     answer, spent = AnswerFacts(generation.deployment), generation.stored.spent
     if entry is not None:
         return cache, _UNVERIFIED, answer, *_replayed(entry, begun_ms, duration_ms)
     usage = Usage(spent.usage.prompt_tokens, spent.usage.completion_tokens)
     baseline = None if spent.money.is_baseline_unknown else spent.money.baseline_microusd
-    return cache, _UNVERIFIED, answer, usage, _avoided(baseline, spent.answer_microusd), Times(begun_ms, duration_ms)
+    return cache, _UNVERIFIED, answer, usage, _avoided(baseline, spent.answer_microusd), times
 
 
 # the defaults themselves: the encoder leaves out a default by its identity
@@ -191,6 +227,11 @@ def _replayed(entry: Entry, ttft_ms: float | None, duration_ms: float) -> tuple[
     usage = Usage(labels.get("prompt_tokens", 0), labels.get("completion_tokens", 0))
     money = _avoided(labels.get("baseline_microusd"), labels.get("cost_microusd", 0))
     return usage, money, Times(ttft_ms, duration_ms, max(0.0, labels.get("duration_ms", 0) - duration_ms))
+
+
+def _maker(entry: Entry | None) -> str:
+    """The trace and the span in which an entry's answer was made; empty if unknown."""
+    return str(entry.labels.get(MAKER, "")) if entry is not None else ""
 
 
 def _avoided(baseline_microusd: int | None, answer_microusd: int) -> MoneyFacts:

@@ -17,12 +17,16 @@ from msgspec import Meta
 from cache import Controls
 from gateway.accounts import Identity
 from gateway.backends.base import Native, Passage
+from gateway.journey.trace import UNTRACED, Trace, own_trace, trace_of
+from gateway.settings import TraceSettings
 from gateway.wire.errors import BadRequest
 from gateway.wire.forms import FormFiles
 from gateway.wire.requests import SHAPES, convert, decode_object, json_name
 from gateway.wire.types import CHAT, Kind
 from policies import Demand
 from policies.verification import Verify
+
+_Tag = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
 class CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache": "no-cache", "no_store": "no-store"}):
@@ -34,6 +38,7 @@ class CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache"
     namespace: Annotated[str, Meta(max_length=256)] = ""
     error_max: Annotated[float, Meta(ge=0, le=1)] | None = None
     verify: Verify | None = None
+    tags: Annotated[tuple[_Tag, ...], Meta(max_length=16)] = ()
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -46,6 +51,7 @@ class Arrival(msgspec.Struct, frozen=True):
     at_s: float  # unix time
     operation: str
     batch: str = ""
+    trace: Trace | None = None
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -55,10 +61,20 @@ class Caller(msgspec.Struct, frozen=True):
     batch: str
 
 
-def arrive(operation: str, caller: Caller | None = None) -> Arrival:
-    """The arrival of a request of this operation, now, with a new id."""
+def arrive(
+    operation: str,
+    headers: Mapping[str, str] | None = None,
+    caller: Caller | None = None,
+    traces: TraceSettings = UNTRACED,
+) -> Arrival:
+    """The arrival of a request of this operation, now, with a new id.
+
+    `headers` say its trace; None: a request of the gateway's own is in that of the work at hand.
+    """
     at_s = time.time()
-    return Arrival(new_id(at_s), at_s, operation, "" if caller is None else caller.batch)
+    request_id = new_id(at_s)
+    trace = own_trace(request_id) if headers is None else trace_of(headers, request_id, traces)
+    return Arrival(request_id, at_s, operation, "" if caller is None else caller.batch, trace)
 
 
 class Labels(msgspec.Struct, frozen=True):
@@ -102,7 +118,6 @@ class Turn(msgspec.Struct, frozen=True):
     marked: dict[str, Any] | None = None
     upload: FormFiles | None = None
     passage: Passage | None = None
-    trace: tuple[tuple[str, str], ...] = ()  # the headers that bind its spans to a trace
     booked: dict[str, str] | None = None  # of a request of the gateway's own: the labels of the one that it is about
 
     @property
@@ -169,19 +184,7 @@ def turn_of(
         deadline=_deadline(headers.get("x-stainless-read-timeout"), started),
         labels=labels_of(headers, body.get("metadata", metadata)),
         upload=upload,
-        trace=trace_of(headers),
     )
-
-
-_TRACE = frozenset({"traceparent", "tracestate", "baggage"})
-
-
-def trace_of(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """The headers of W3C's Trace Context and Baggage that can be sent on."""
-    if _TRACE.isdisjoint(headers):
-        return ()
-    named = [(name, headers[name]) for name in sorted(_TRACE) if name in headers]
-    return tuple((name, value) for name, value in named if value.isascii() and value.isprintable())
 
 
 def labels_of(headers: Mapping[str, str], metadata: Any) -> Labels:
@@ -221,6 +224,7 @@ def read_controls(cache_control: str, fields: Any) -> Controls:
         namespace=body_controls.namespace,
         error_max=body_controls.error_max,
         verify=body_controls.verify,
+        tags=body_controls.tags,
     )
 
 

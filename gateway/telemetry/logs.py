@@ -20,6 +20,7 @@ import structlog
 from structlog.typing import EventDict
 
 from gateway.journey.record import Record, flat
+from gateway.journey.trace import CURRENT
 from gateway.loggers import get_logger
 from gateway.settings import Settings
 from policies.durations import duration_ms
@@ -99,6 +100,7 @@ class Log:
         self._render = _render_json if is_json else _request_renderer(has_colours)
         self.processors: list[Any] = [
             _stamp,
+            _traced,
             structlog.processors.format_exc_info,
             _render_json if is_json else _pretty_renderer(has_colours),
         ]
@@ -204,6 +206,12 @@ def _iso(at_s: float) -> str:
 
 def _stamp(_logger: Any, method: str, event: EventDict) -> EventDict:
     return {"timestamp": _iso(time.time()), "level": method, **event}
+
+
+def _traced(_logger: Any, _method: str, event: EventDict) -> EventDict:
+    if (trace := CURRENT.get()) is not None and trace.id:
+        event.setdefault("trace_id", trace.id)
+    return event
 
 
 def _render_json(_logger: Any, _method: str, event: EventDict) -> bytes:
