@@ -460,6 +460,7 @@ class LedgerSumOut(_Out):
     user: str | None = Field(description="empty: requests without one")
     tag: str | None = Field(description="a value of the tag that was asked for, else the name of a tag")
     region: str | None = Field(description="what the settings say of the deployments")
+    session: str | None = Field(description="empty: requests without one")
     day: str | None = Field(description="an ISO date, in UTC")
     is_other: bool = Field(description="the users or tags beyond those that are counted apart")
     requests: int
