@@ -171,7 +171,10 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     os.umask(0o077)  # files of the gateway hold prompts and keys; its children inherit it
     settings = prepare(_settings(arguments))
-    fetch_missing(settings)
+    try:
+        fetch_missing(settings)
+    except SettingsError as error:  # all else serves, and the process that needs them says so, too
+        print(f"sameway: {error}", file=sys.stderr)
     try:
         return asyncio.run(Supervisor(settings).run())
     except OSError as error:  # the supervisor writes nowhere else, and retries what it cannot start
