@@ -52,8 +52,8 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2490, "gateway/accounts": 2810, "gateway/admin": 3300, "gateway/alerts": 440, "gateway/api": 4290,
-    "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1760, "gateway/journey": 3270,
+    "gateway": 2490, "gateway/accounts": 2810, "gateway/admin": 3310, "gateway/alerts": 440, "gateway/api": 4290,
+    "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1760, "gateway/journey": 3280,
     "gateway/learning": 1530, "gateway/reconcile": 610, "gateway/telemetry": 2040, "gateway/transport": 800,
     "gateway/wire": 2200, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1270,
     "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
