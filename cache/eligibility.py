@@ -16,7 +16,7 @@ import msgspec
 
 class Controls(msgspec.Struct, frozen=True):
     """One request's cache controls. Ages and TTLs are seconds; `error_max` and `verify`, a verifier's mode,
-    may only tighten what is configured.
+    may only tighten what is configured. `tags` are those by which a purge finds the answer.
     """
 
     no_cache: bool = False
@@ -27,6 +27,7 @@ class Controls(msgspec.Struct, frozen=True):
     namespace: str = ""
     error_max: float | None = None
     verify: str | None = None
+    tags: tuple[str, ...] = ()
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -66,6 +67,7 @@ class Refusal(StrEnum):
     TTL = "ttl"
     MOVES = "moves"  # depends on the moment, and `moving_ttl_s` is 0
     TOO_LARGE = "too_large"
+    CURATED = "curated"  # an operator's answer to the same request stays
     UNAVAILABLE = "unavailable"  # Redis did not take the answer
 
 

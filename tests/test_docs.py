@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.metadata
 import json
 import re
 import shlex
 import textwrap
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -19,10 +19,11 @@ import yaml
 
 from cache.fingerprint import FIELDS, FieldKind
 from cache.worker.options import WorkerOptions
-from gateway.app import VERSION, create_app
+from gateway.app import create_app
 from gateway.cli import command_parser, main
 from gateway.settings import SECTIONS, EngineSettings, PriceSettings, Settings
 from gateway.telemetry.metric_names import DEFINITIONS
+from gateway.version import VERSION
 from policies import Price
 from tests.documents import DOCUMENTS, ROOT, admin_paths, generated, meanings_of, with_generated, without_generated
 from tests.golden.source import COLLECTORS, PACKAGES
@@ -232,7 +233,7 @@ def test_sample_configurations_pass_the_check(
 @pytest.mark.parametrize("name", TEXTS)
 def test_sample_commands_can_run(name: str) -> None:
     """What a document calls on a command line is there: commands with their options, benches, a request's route and fields."""
-    for line in "\n".join(_fences(TEXTS[name], "console")).splitlines():
+    for line in "\n".join(_fences(TEXTS[name], "console")).replace("\\\n", " ").splitlines():
         match shlex.split(line.partition("$ ")[2], comments=True):
             case ["./run", "bench", bench, *_]:
                 assert (ROOT / f"bench/{bench}.py").exists(), line
@@ -319,8 +320,8 @@ def test_prose_is_narrow_and_plain(name: str) -> None:
 
 
 def test_the_newest_release_is_the_version() -> None:
-    """The first heading of the changelog, the package and the running gateway name one version."""
-    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    """The first heading of the changelog, the installed package and the running gateway name one version."""
+    package = importlib.metadata.version("sameway")
     (newest, *_) = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert newest == package == VERSION
 

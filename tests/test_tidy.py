@@ -27,8 +27,8 @@ ROOMS = {
     "gateway": (
         "gateway", "__main__", "cli", "worker", "supervisor", "child_output", "reconcile", "app",
         "admin", "api", "batches", "alerts", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
-        "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "settings",
-        "reserved",
+        "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "weights", "settings",
+        "reserved", "extras", "version",
     ),
     "cache": (
         "cache", "worker", "semantic", "verdicts", "decision", "encoder", "exact",
@@ -52,10 +52,10 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2490, "gateway/accounts": 2810, "gateway/admin": 3310, "gateway/alerts": 440, "gateway/api": 4290,
-    "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1760, "gateway/journey": 3280,
-    "gateway/learning": 1530, "gateway/reconcile": 610, "gateway/telemetry": 2040, "gateway/transport": 800,
-    "gateway/wire": 2200, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1270,
+    "gateway": 2750, "gateway/accounts": 2980, "gateway/admin": 3540, "gateway/alerts": 440, "gateway/api": 4350,
+    "gateway/backends": 3010, "gateway/batches": 1210, "gateway/deployments": 1840, "gateway/journey": 3300,
+    "gateway/learning": 1570, "gateway/reconcile": 610, "gateway/telemetry": 2050, "gateway/transport": 800,
+    "gateway/wire": 2230, "cache": 1120, "cache/decision": 1050, "cache/encoder": 400, "cache/exact": 1320,
     "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
@@ -67,7 +67,6 @@ SMALL_FILES: dict[str, str] = {
     "cache/moving.py": "a list of words for each language",
     "cache/semantic/sketches.py": "it bounds the memory of what the judge of prose keeps",
     "cache/worker/judging.py": "the other half of the worker, without its socket",
-    "cache/decision/normal_form.py": "read by the gateway, which imports no numpy",
     "gateway/worker.py": "a process",
     "gateway/child_output.py": "the supervisor knows no lines",
     "gateway/deployments/server_metrics.py": "others' names, by their kind and version",
@@ -156,7 +155,17 @@ def test_heavy_libraries_have_sole_importers(library: str, packages: list[str], 
 @pytest.mark.parametrize("package", [*LEAVES, "gateway.app"])
 def test_importing_is_light(package: str) -> None:
     """A gateway worker has no torch, no FAISS and no models: importing what it imports brings none of them."""
-    heavy = ["torch", "faiss", "transformers", "tokenizers", "sentence_transformers", "openvino", "litellm", "openai"]
+    heavy = [
+        "numpy",
+        "torch",
+        "faiss",
+        "transformers",
+        "tokenizers",
+        "sentence_transformers",
+        "openvino",
+        "litellm",
+        "openai",
+    ]
     code = f"import sys, {package}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"

@@ -715,6 +715,10 @@ class World:
         """Remove the one entry with an id or a prompt, as an admin does."""
         assert (await self._exact.purge(Purge(id=entry, text=text))).count == 1
 
+    async def purge_by_tag(self, tag: str) -> int:
+        """Remove the entries with a tag, as an admin does, and count them."""
+        return (await self._exact.purge(Purge(tag=tag))).count
+
     def draws_checks(self, draw: Callable[[], float] = lambda: 0.0) -> None:
         """From now on hits by meaning are checked: each that may be, unless `draw` says otherwise."""
         self._learner.checks.random = draw
@@ -893,10 +897,6 @@ class World:
         """Whether a breaker of a deployment is open."""
         return self._deployment(deployment).health.is_resting
 
-    def is_available(self, deployment: str) -> bool | None:
-        """Whether a deployment answers, by its last call."""
-        return self._deployment(deployment).is_available
-
     def is_probed_elsewhere(self, deployment: str) -> None:
         """Another worker has the right to probe a deployment, as long as it rests."""
 
@@ -909,6 +909,10 @@ class World:
         """Requests of three callers fail at a deployment."""
         for caller in "abc":
             self._deployment(deployment).health.failed(Asker("chat:", caller))
+
+    def is_available(self, deployment: str) -> bool | None:
+        """Whether a deployment answers; None before its first answer."""
+        return self._deployment(deployment).is_available
 
     def _deployment(self, name: str) -> Deployment:
         (found,) = [one for one in self._pipeline.fleet.deployments if one.name == name]

@@ -62,7 +62,7 @@ class StoreBatch:
         self._waiting: dict[str, tuple[BatchTerms, list[BatchItem]]] = {}
 
     def store(self, terms: BatchTerms, item: BatchItem) -> Awaitable[list[Any]]:
-        """Returns `[1 if it replaced an entry else 0, evicted...]`. Raises the client's errors."""
+        """Returns `[what became of it, evicted...]`, see `PUT`. Raises the client's errors."""
         _, items = self._waiting.setdefault(terms.keys[0], (terms, []))
         items.append(item)
         if len(items) == _TOGETHER_MAX:

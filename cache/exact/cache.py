@@ -314,7 +314,7 @@ class ExactCache:
             except msgspec.DecodeError:
                 entry = None
             is_fit = entry is not None and (entry.partition, entry.compat) == (partition, compat)
-            entries.append(entry if is_fit and entry is not None and entry.expires_at > self._clock() else None)
+            entries.append(entry if is_fit and entry is not None and not self.is_stale(entry) else None)
         return entries
 
     def _read(
@@ -342,11 +342,22 @@ class ExactCache:
         if entry.partition != fp.partition or not is_of_it:
             return LookupMiss.UNREADABLE
         now = self._clock()
-        if entry.expires_at <= now:
+        if (entry.expires_at if entry.exact == fp.exact else entry.fresh_until) <= now:
             return LookupMiss.EXPIRED
         if max_age_s is not None and entry.age_s(now) > max_age_s:
             return LookupMiss.TOO_OLD
         return None
+
+    def is_stale(self, entry: Entry) -> bool:
+        """Whether it is time to make a newer answer than this one."""
+        return entry.fresh_until <= self._clock()
+
+    async def claim(self, fp: Fingerprint, entry: Entry) -> bool:
+        """Claim to make a newer answer than `entry`, which is served meanwhile; False where another does,
+        or has. `store` or `release` ends the claim. Raises CacheUnavailable.
+        """
+        with _needs_redis:
+            return self._store.claims.read(fp, await self._store.look(fp, wants=True, stale=entry.encode())).is_claimed
 
     # --- stores
 
@@ -366,10 +377,12 @@ class ExactCache:
 
     def _lived(self, entry: Entry) -> Entry:
         """The entry with the time that it may live."""
+        if entry.is_curated:
+            return entry
         ttl_s = min(entry.ttl_s, self.limits.ttl_s_max)
         if entry.exact in self._moving:
             ttl_s = min(ttl_s, self.limits.moving_ttl_s)
-        return entry if ttl_s == entry.ttl_s else msgspec.structs.replace(entry, ttl_s=ttl_s)
+        return entry if ttl_s == entry.ttl_s else msgspec.structs.replace(entry, ttl_s=float(ttl_s))
 
     def store_local(self, entry: Entry) -> None:
         """Put an entry into this process' L1 at once, before Redis has it."""
@@ -405,9 +418,11 @@ class ExactCache:
                 claim=self._store.claims.end(entry.exact),
                 words_key=words_key,
             )
-            if put.is_replaced:  # other processes may hold the answer that this one replaces
+            if put.refusal is not None:  # this process may hold what was refused
+                self._l1.drop(entry)
+            elif put.is_replaced:  # other processes may hold the answer that this one replaces
                 await self._store.log.announce(Purge(partition=entry.partition, id=entry.id))
-        return StoreResult(None, packed.size_bytes, len(put.evicted))
+        return StoreResult(put.refusal, packed.size_bytes, len(put.evicted))
 
     async def store_warm(self, fp: Fingerprint, warm: str) -> None:
         """Store which deployment saw this dialogue, without an answer; ends a claim on `fp`.
@@ -435,25 +450,63 @@ class ExactCache:
 
     async def purge(self, purge: Purge, is_dry_run: bool = False) -> PurgeResult:
         """Remove the matching entries, here, in Redis and in every other process, or only count
-        them.
+        them. Their wordings go with them, and count in the size alone.
 
         Raises CacheUnavailable: then a part may be gone, and purging again finishes the work.
         """
         count = size = 0
         samples: list[EntryListing] = []
         with _needs_redis:
-            partitions = [purge.partition] if purge.partition is not None else await self._store.partitions()
-            for partition in partitions:
+            for partition in await self._partitions(purge):
                 async for batch in self._matching(purge, partition):
-                    samples += batch[: _SAMPLE_MAX - len(samples)]
-                    if is_dry_run:
-                        count, size = count + len(batch), size + sum(one.size_bytes for one in batch)
-                    else:
-                        removed, freed = await self._store.purge(partition, [one.exact for one in batch])
-                        count, size = count + removed, size + freed
+                    # a wording has no answer of its own; its text may be what is asked for
+                    answers = [one for one in batch if not one.about.of or purge.text is not None]
+                    samples += answers[: _SAMPLE_MAX - len(samples)]
+                    removed, freed = len(answers), sum(one.size_bytes for one in batch)
+                    if not is_dry_run:
+                        gone, freed = await self._store.purge(partition, [one.exact for one in batch])
+                        removed = min(gone, removed)
+                    count, size = count + removed, size + freed
             if not is_dry_run:
                 await self._purges.announce(purge)
         return PurgeResult(count, size, tuple(samples))
+
+    async def entries(self, chosen: Purge) -> AsyncIterator[list[Entry]]:
+        """The entries that a purge would remove, in batches, each with its context. Raises
+        CacheUnavailable.
+        """
+        with _needs_redis:
+            for partition in await self._partitions(chosen):
+                async for batch in self._matching(chosen, partition):
+                    encoded = await self._store.lookup_many(partition, [listing.exact for listing in batch])
+                    yield [
+                        msgspec.structs.replace(Entry.decode(data), context=listing.about.context)
+                        for listing, data in zip(batch, encoded, strict=True)
+                        if data is not None
+                    ]
+
+    async def take_in(self, entries: Sequence[tuple[Entry, bytes | None]]) -> list[str]:
+        """Store entries, each with the key of its words. What became of each: `stored`, `unchanged` where it, or a newer
+        one, is there already, or the reason against it. Raises CacheUnavailable: then a part may be
+        stored.
+        """
+        with _needs_redis:
+            return list(await asyncio.gather(*(self._take_in(entry, key) for entry, key in entries)))
+
+    async def _take_in(self, entry: Entry, words_key: bytes | None) -> str:
+        stored = await self._store.lookup_about(entry.partition, entry.exact)
+        about = stored.about if stored is not None and stored.about.expires_at > self._clock() else None
+        if about is not None and entry.is_curated:
+            is_there = (about.labels, about.text) == (entry.labels, entry.text)
+        else:
+            is_there = about is not None and about.created_at >= entry.created_at
+        if is_there:
+            return "unchanged"
+        refusal = (await self.store(entry, words_key=words_key)).refusal
+        return "stored" if refusal is None else refusal.value
+
+    async def _partitions(self, purge: Purge) -> list[Partition]:
+        return [purge.partition] if purge.partition is not None else await self._store.partitions()
 
     async def _matching(self, purge: Purge, partition: Partition) -> AsyncIterator[list[EntryListing]]:
         now = self._clock()

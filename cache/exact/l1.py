@@ -95,6 +95,10 @@ class L1:
         for key in purged_keys:
             self._remove(key)
 
+    def drop(self, entry: Entry) -> None:
+        """Let go of one entry."""
+        self._remove((entry.partition, entry.exact))
+
     def clear(self) -> None:
         self.purges += 1
         self._entries.clear()

@@ -71,7 +71,9 @@ return 1
 # warm_ttl_ms, half_life_ms; then of each entry: exact, entry, about, its terms, the key of its words
 # and the pointer (or empty). The terms, with blanks between: expires_ms, worth, warm links, claims,
 # warm. KEYS from 9: the warm links of each entry, and the claim that ends. Answers {}, and does nothing, where the
-# partition is new and not said to be listed; else for each entry {was there before, evicted...}.
+# partition is new and not said to be listed; else for each entry {what became of it, evicted...}: 1 it
+# took the place of another, 0 it did not, -1 a curated one stays, -2 the curated ones leave no room.
+# A curated entry has the worth `-` and no place in `used`: it is never evicted, nor replaced but by its like.
 # The vector of a replaced entry stays: the same exact key means the same text. Its group and its
 # sketch go: they were its answer's. The keys' own expiry is a little behind the last entry's, so that it is moved
 # seldom; keys that begin anew have none until then.
@@ -90,23 +92,33 @@ for a = 6, #ARGV, 5 do
   local id, size, reply = ARGV[a], tonumber(string.sub(ARGV[a + 2], 1, 10)), {0}
   local expires_ms, worth, links, claims, warm = string.match(ARGV[a + 3], '^(%d+) (%S+) (%d+) (%d) (.*)$')
   local score = redis.call('ZSCORE', used, id)
-  if score then
-    reply[1] = 1
-    forget(id)
+  local is_curated = not score and redis.call('HEXISTS', about, id) == 1
+  if is_curated and worth ~= '-' then
+    reply[1] = -1
+  else
+    if score or is_curated then
+      reply[1] = 1
+      forget(id)
+    end
+    local total = redis.call('INCRBY', bytes, size)
+    while total > size_max do
+      local least = redis.call('ZRANGE', used, 0, 0)[1]
+      if not least then break end
+      total = total - forget(least)
+      redis.call('HDEL', vectors, least)
+      reply[#reply + 1] = least
+    end
+    if total > size_max then
+      reply[1] = -2
+      redis.call('DECRBY', bytes, size)
+    else
+      redis.call('HSET', entries, id, ARGV[a + 1])
+      redis.call('HSET', about, id, ARGV[a + 2])
+      if worth ~= '-' then redis.call('ZADD', used, used_at(score, now, half_life, worth), id) end
+      redis.call('ZADD', expires, expires_ms, id)
+      last = math.max(last, tonumber(expires_ms))
+    end
   end
-  local total = redis.call('INCRBY', bytes, size)
-  while total > size_max do
-    local least = redis.call('ZRANGE', used, 0, 0)[1]
-    if not least then break end
-    total = total - forget(least)
-    redis.call('HDEL', vectors, least)
-    reply[#reply + 1] = least
-  end
-  redis.call('HSET', entries, id, ARGV[a + 1])
-  redis.call('HSET', about, id, ARGV[a + 2])
-  redis.call('ZADD', used, used_at(score, now, half_life, worth), id)
-  redis.call('ZADD', expires, expires_ms, id)
-  last = math.max(last, tonumber(expires_ms))
   for _ = 1, links do
     redis.call('SET', KEYS[link], warm, 'PX', ARGV[4])
     link = link + 1
@@ -115,7 +127,7 @@ for a = 6, #ARGV, 5 do
     redis.call('DEL', KEYS[link])
     link = link + 1
   end
-  if ARGV[a + 4] ~= '' then
+  if ARGV[a + 4] ~= '' and reply[1] >= 0 then
     local key = string.sub(ARGV[a + 4], 1, 16)
     redis.call('HSET', words, key, string.sub(ARGV[a + 4], 17), id .. 'p', key)
   end

@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from cache.eligibility import Refusal
 from cache.entry import About, Entry
 from cache.events import AnswersSketched, EntriesDropped, EntryAdded
 from cache.exact.batch import BatchItem, BatchTerms, Defer, StoreBatch
@@ -56,6 +57,7 @@ _AT_ONCE = 16  # commands in flight together, where each may take a connection
 _OVERHEAD_BYTES = 400  # of the hash fields, sorted sets and the digests in them, for one entry
 _VECTOR_BYTES = 1_000  # and for the vector of an entry that has a text
 _WORDS_BYTES = 250  # and for the pointer from its words
+_REFUSALS = {-1: Refusal.CURATED, -2: Refusal.TOO_LARGE}  # by the script's word
 
 
 T = TypeVar("T")
@@ -75,10 +77,11 @@ class Packed(msgspec.Struct, frozen=True):
 
 
 class StoreEffect(msgspec.Struct, frozen=True):
-    """The result of storing one entry."""
+    """The result of storing one entry; `refusal`: it was not."""
 
     is_replaced: bool
     evicted: tuple[bytes, ...]
+    refusal: Refusal | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,21 +195,22 @@ class EntryStore:
         if warm is not None:
             links = dict.fromkeys((entry.exact, *chain[-1:], *chain[:1]))
             warm_keys = [_warm_key(entry.partition, link) for link in links]
-        facts = f"{_ms(entry.expires_at)} {entry.worth} {len(warm_keys)} {1 if claim else 0} {warm or ''}"
+        worth = "-" if entry.is_curated else entry.worth
+        facts = f"{_ms(entry.expires_at)} {worth} {len(warm_keys)} {1 if claim else 0} {warm or ''}"
         argv = (entry.exact, packed.data, packed.about, facts, words_key + own_pointer(entry) if words_key else b"")
         # behind the entry: a follower that reads the record fetches the facts on it
         record = EntryAdded(entry.partition, entry.exact) if entry.text is not None else None
         later_commands = (appending(record),) if record is not None and self._is_direct else ()
         more_keys = (*warm_keys, claim) if claim else warm_keys
         # no local keeps the item: its error would hold this frame, and the frame the item
-        was_there, *evicted = await self._batch.store(terms, BatchItem(argv, more_keys, later_commands, _ms(now)))
+        became, *evicted = await self._batch.store(terms, BatchItem(argv, more_keys, later_commands, _ms(now)))
         if record is not None and not later_commands:
             await self.log.append(record)
         # the indexes may have the one before
-        dropped = (entry.exact, *evicted) if was_there and entry.text is None else tuple(evicted)
+        dropped = (entry.exact, *evicted) if became == 1 and entry.text is None else tuple(evicted)
         if dropped:  # no store waits for that: a pointer to what is gone finds nothing
             self._announcing = asyncio.ensure_future(self.log.append(EntriesDropped(entry.partition, dropped)))
-        return StoreEffect(bool(was_there), tuple(evicted))
+        return StoreEffect(became == 1, tuple(evicted), _REFUSALS.get(became))
 
     async def store_warm(self, partition: Partition, links: Iterable[bytes], warm: str, warm_ttl_s: float) -> None:
         """Store which deployment saw these prefixes, without an entry."""

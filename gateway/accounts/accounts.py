@@ -184,7 +184,7 @@ class Accounts:
                         identities[key.digest] = Identity(key, teams[key.team_id], of_team.get(key.team_id, ()))
                 acts = [(row.entry, row.action) for row in await connection.execute(latest_uses())]
             self._identities = identities
-            self._uses = {name: USES[action] for name, action in acts if USES[action]}
+            self._uses = {name: USES[action] for name, action in acts}
             if self._on_uses is not None:
                 self._on_uses(self._uses)
             self._version, self._confirmed_at_s = version, asked_at_s
@@ -377,10 +377,8 @@ class Accounts:
     # ── deployments ──
 
     def follow_uses(self, take: Callable[[Mapping[str, str]], None]) -> None:
-        """Call `take` now and after each reload, with `drained` or `disabled` by the deployment's
-        name.
-
-        Deployments in use are left out.
+        """Call `take` now and after each reload, with what the acts of operators say, the oldest first:
+        `drained`, `disabled` or empty (enabled again), by the name of a deployment or of replicas.
         """
         self._on_uses = take
         take(self._uses)

@@ -1,6 +1,6 @@
 """The audit log in SQL: an admin's and an operator's acts, with time, client and way.
 
-The acts are: answers shown, certificates started, budgets raised or reset, ledger corrections, and
+The acts are: answers shown, exported or imported, certificates started, budgets raised or reset, ledger corrections, and
 changes of a deployment or a batch. It has no texts. Invariant: rows are added and never changed or
 removed; they outlive teams. A deployment's latest row with an action of `USES` decides its use.
 """
@@ -23,6 +23,8 @@ BUDGET_RESET = "budget_reset"
 LEDGER_CORRECTED = "ledger_corrected"
 LEDGER_DROPPED = "ledger_dropped"
 BATCH_CANCELLED = "batch_cancelled"
+CACHE_IMPORTED = "cache_imported"
+CACHE_EXPORTED = "cache_exported"
 USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
 """The use of a deployment after an action; empty: in use."""
 
@@ -75,7 +77,7 @@ def inserted(row: AuditRow) -> sa.Insert:
 
 
 def latest_uses() -> sa.Select[tuple[str, str]]:
-    """The query for each deployment's name and the last action that changed its use."""
+    """The query for each deployment's name and the last action that changed its use, in their order."""
     table = schema.audit
     latest = sa.select(sa.func.max(table.c.id)).where(table.c.action.in_(USES)).group_by(table.c.entry)
-    return sa.select(table.c.entry, table.c.action).where(table.c.id.in_(latest))
+    return sa.select(table.c.entry, table.c.action).where(table.c.id.in_(latest)).order_by(table.c.id)

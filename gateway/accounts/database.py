@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import functools
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -251,18 +251,27 @@ class Database:
         """Insert `rows`, the values of the columns `names`; `then` ends the statement. Returns the
         first column of what it returns.
 
-        sqlalchemy's way to insert many rows costs several times the databases' own work.
+        sqlalchemy's way to insert many rows costs several times the databases' own work, and each
+        value as much as a row's share of the statement: columns that have their default in all rows
+        are left out.
         """
-        if not rows:
+        columns = {
+            name: values
+            for name, values in zip(names, zip(*rows, strict=True), strict=bool(rows))
+            if values.count(_default(table.c[name])) < len(values)
+        }
+        if not columns:
             return []
-        columns = ", ".join(f'"{name}"' for name in names)
+        quoted = ", ".join(f'"{name}"' for name in columns)
+        into = f"INSERT INTO {table.name} ({quoted})"
         if self.is_sqlite:
-            marks = ", ".join("?" * len(names))
-            await connection.exec_driver_sql(f"INSERT INTO {table.name} ({columns}) VALUES ({marks}) {then}", rows)
+            marks = ", ".join("?" * len(columns))
+            await connection.exec_driver_sql(
+                f"{into} VALUES ({marks}) {then}", list(zip(*columns.values(), strict=True))
+            )
             return []
-        marks = arrays(table, names)
-        insert = f"INSERT INTO {table.name} ({columns}) SELECT * FROM unnest({marks}) {then}"
-        result = await connection.exec_driver_sql(insert, tuple(map(list, zip(*rows, strict=True))))
+        insert = f"{into} SELECT * FROM unnest({arrays(table, columns)}) {then}"
+        result = await connection.exec_driver_sql(insert, tuple(map(list, columns.values())))
         return list(result.scalars()) if result.returns_rows else []
 
     async def _use_wal(self) -> None:
@@ -285,7 +294,12 @@ class Database:
                     await asyncio.sleep(0.01)
 
 
-def arrays(table: sa.Table, names: Sequence[str]) -> str:
+def _default(column: sa.Column[Any]) -> Any:
+    """The value of a row that names none: nothing of the type, or NULL."""
+    return None if column.server_default is None else column.type.python_type()
+
+
+def arrays(table: sa.Table, names: Iterable[str]) -> str:
     """PostgreSQL's marks for an array of each of these columns."""
     return ", ".join(f"${place}::{table.c[name].type}[]" for place, name in enumerate(names, 1))
 

@@ -7,6 +7,7 @@ their sums and writes a row once per id.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import re
 from collections import defaultdict
@@ -14,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from enum import StrEnum
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import sqlalchemy as sa
@@ -26,7 +27,7 @@ from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
 from gateway.accounts.months import HOUR_MS
 from gateway.accounts.rollups import CORRECTION, DAY_MS, SPANS, SUMS
-from gateway.accounts.row import BOOKED, COUNTS, HIT_SUMS, KINDS, HitsRow, LedgerRow, columns_of
+from gateway.accounts.row import BOOKED, COUNTS, HIT_SUMS, HitsRow, LedgerRow, columns_of
 from policies import Usage, WindowKind
 from policies.budgets import DrainedSpend, OwnSpend
 from policies.windows import Window
@@ -156,14 +157,21 @@ class Ledger:
 
     @uncancelled
     async def append(self, rows: Sequence[LedgerRow]) -> int:
-        """Insert rows with new ids, and add them to their days, in one transaction.
+        """Insert rows with new ids, and add them to their days, in one transaction; on PostgreSQL in
+        one for each part of the teams (`rollups.part_of`), side by side.
 
-        Returns the number of new rows.
+        Returns the number of new rows. An error of one transaction is raised once all have ended.
         """
-        if not rows:
-            return 0
-        # sorted by id, so that two writers cannot deadlock
-        by_id = {row.id: row for row in sorted(rows, key=lambda row: row.id)}
+        parts: dict[int, dict[str, LedgerRow]] = {}
+        for row in sorted(rows, key=lambda row: row.id):  # so that two writers cannot deadlock
+            parts.setdefault(0 if self.database.is_sqlite else rollups.part_of(row.team_id), {})[row.id] = row
+        counts = await asyncio.gather(*map(self._append_part, parts.values()), return_exceptions=True)
+        for error in counts:
+            if isinstance(error, BaseException):
+                raise error
+        return sum(cast(list[int], counts))
+
+    async def _append_part(self, by_id: Mapping[str, LedgerRow]) -> int:
         async with self.database.writing() as connection:
             return await self._append(connection, by_id)
 
@@ -194,11 +202,11 @@ class Ledger:
         for row in new:
             rollups.sum_up(by_hour, (row.at_ms // HOUR_MS, row.team_id), (row.cost_microusd,))
         await self.database.add_up(connection, schema.ledger_hours, ("cost_microusd",), by_hour)
-        await self._changed(connection, {hour for hour, _ in by_hour})
         await self._add_to_sums(connection, alike, SUMS)
         await self._add_to_sums(connection, rollups.checks(alike), HIT_SUMS)  # rows that are locked by now
         await self._add_to_savings(connection, _lines(new))
         await self._add_to_counts(connection, new)
+        await self._changed(connection, {hour for hour, _ in by_hour})  # of all teams: locked last, and briefly
         return len(new)
 
     async def saved(self, ids: Collection[str]) -> set[str]:
@@ -255,9 +263,9 @@ class Ledger:
                 values = {column.name: getattr(row, column.name) for column in table.c}
                 new += [by_id[id] for id in (await connection.execute(insert, values)).scalars()]
             # in the order of `_append`, so that the two cannot deadlock
-            await self._changed(connection, {row.at_ms // HOUR_MS for row in new})
             await self._add_to_sums(connection, rollups.hits(new), HIT_SUMS)
             await self._add_to_savings(connection, [line for row in new for line in _lines_of_hits(row)])
+            await self._changed(connection, {row.at_ms // HOUR_MS for row in new})
 
     async def rows(self, where: LedgerFilter, limit: int = 100, cursor: str | None = None) -> LedgerPage:
         """A page of rows, newest first. Raises Invalid for a malformed `cursor`."""
@@ -440,30 +448,11 @@ async def _insert_sqlite(
     found = await connection.exec_driver_sql(_KNOWN, (ids,))
     known = set(found.scalars())
     new = [row for row in by_id.values() if row.id not in known]
-    usual_rows, unusual_rows = list[LedgerRow](), list[LedgerRow]()
-    for row in new:
-        (usual_rows if _rest_of(row) == _USUAL_REST else unusual_rows).append(row)
-    for names, read, rows in ((_PLAIN, _plain_of, usual_rows), (tuple(COLUMNS), _values_of, unusual_rows)):
-        await database.insert_many(connection, schema.ledger, names, list(map(read, rows)))
+    await database.insert_many(connection, schema.ledger, tuple(COLUMNS), list(map(_values_of, new)))
     return new
 
 
-# most rows have the values of the columns' defaults in the rest: each value that is bound costs more than it
-_REST = (
-    "usage_estimated",
-    *KINDS,
-    "prefix_read_microusd",
-    "prefix_write_microusd",
-    "provider_cost_microusd",
-    "mechanism",
-    "user",
-    "tags",
-    "session",
-    "region",
-)
-_USUAL_REST = (False, *[0] * len(KINDS), 0, 0, None, "", "", "", "", "")
-_PLAIN = tuple(name for name in COLUMNS if name not in _REST)
-_values_of, _plain_of, _rest_of = columns_of(tuple(COLUMNS)), columns_of(_PLAIN), columns_of(_REST)
+_values_of = columns_of(tuple(COLUMNS))
 _KNOWN = "SELECT id FROM ledger WHERE id IN (SELECT value FROM json_each(?))"
 
 

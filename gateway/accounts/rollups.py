@@ -41,6 +41,7 @@ CORRECTION = "correction"
 """The kind, and the mechanism, of rows that correct a day's cost, without a generation."""
 
 DAY_MS = 86_400_000
+_PARTS = 4
 _LEVEL = 1_000_000_000  # more than there are days
 _LOOKED_UP = 1_000
 
@@ -68,6 +69,11 @@ Alike = tuple[LedgerRow, list[int]]
 def tag_axis(name: str) -> str:
     """The axis of a tag's values; `name` is as sent."""
     return f"tag:{name}"
+
+
+def part_of(team_id: int) -> int:
+    """The part of a team's sums: those of different parts are written side by side."""
+    return team_id % _PARTS
 
 
 def stored(value: str) -> str:
@@ -140,7 +146,8 @@ async def add(
             values_by_scope[block, TAGS, row.team_id].add(name)
             values_by_scope[block, tag_axis(name[1:]), row.team_id].add(value)
     if values_by_scope and not database.is_sqlite:  # of two writers one waits, so that the bounds hold
-        await connection.exec_driver_sql("SELECT pg_advisory_xact_lock('ledger_rollups'::regclass::bigint)")
+        for part in sorted({part_of(row.team_id) for row, _ in rows}):
+            await connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock('ledger_rollups'::regclass::int, {part})")
     known_labels = await _admitted(database, connection, values_by_scope) if values_by_scope else set[_Label]()
     sums: dict[_Label, list[int]] = {}
     for row, amounts in rows:

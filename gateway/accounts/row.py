@@ -28,9 +28,10 @@ BOOKED = (*(name for name in COUNTS if name in _counted), *KINDS, "provider_cost
 HIT_SUMS = ("hits", "saved_microusd", "checks_microusd")
 """Sums beside the counts: of hits, what they would have cost, and the cost of the requests in CHECKING."""
 
-VERIFY, CHECK = "verify", "check"
-CHECKING = frozenset({VERIFY, CHECK})
-"""The kinds of a question to a verifier, and of an answer that is generated to check a hit."""
+VERIFY, CHECK, REFRESH = "verify", "check", "refresh"
+CHECKING = frozenset({VERIFY, CHECK, REFRESH})
+"""The kinds of a question to a verifier, of an answer that is generated to check a hit, and of one that
+takes the place of a stale one."""
 
 _Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _COUNT_MAX = 2**53 - 1

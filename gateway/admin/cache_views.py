@@ -62,12 +62,10 @@ async def _owners(parts: WorkerParts) -> dict[Partition, dict[str, Any]]:
 
 
 async def purge(parts: WorkerParts, body: models.PurgeIn) -> models.PurgeOut:
-    """Removes entries by id, text, team, model, namespace, deployment and age; with `dry_run` (the default) only counts them."""
+    """Removes entries by id, text, team, model, namespace, deployment, age and tag; with `dry_run` (the default) only counts them."""
     conditions = body.model_dump(exclude={"dry_run", "all"}, exclude_none=True)
     if body.all == bool(conditions):
-        message = (
-            "Give at least one of id, text, team_id, namespace, model, deployment and older_than_s, or `all`, not both"
-        )
+        message = "Give at least one of id, text, team_id, namespace, model, deployment, older_than_s and tag, or `all`, not both"
         raise BadRequest(message, param="all", code="invalid_value")
     if body.team_id is not None:
         await parts.accounts.team(body.team_id)
@@ -78,6 +76,7 @@ async def purge(parts: WorkerParts, body: models.PurgeIn) -> models.PurgeOut:
         namespace=body.namespace,
         labels=tuple((name, conditions[name]) for name in ("model", "deployment") if name in conditions),
         older_than_s=body.older_than_s,
+        tag=body.tag,
     )
     result = await parts.exact.purge(selector, is_dry_run=body.dry_run)
     owners = await _owners(parts)

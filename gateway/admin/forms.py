@@ -264,7 +264,7 @@ async def _raise(post: _Post) -> Mapping[str, Any]:
 async def _purge(post: _Post) -> Mapping[str, Any]:
     fields = post.fields
     hours = _number(fields.get("older_than_h"), "Older than")
-    names = ("id", "text", "team_id", "namespace", "model", "deployment")
+    names = ("id", "text", "team_id", "namespace", "model", "deployment", "tag")
     values: dict[str, Any] = {name: fields[name] for name in names if name in fields}
     values |= {"older_than_s": hours * 3_600} if hours is not None else {}
     if not values and "all" not in fields:

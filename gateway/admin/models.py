@@ -9,7 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, Strict, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    JsonValue,
+    Strict,
+    create_model,
+)
 from pydantic_core import CoreSchema
 
 from cache.fingerprint import TEXT_CHARS_MAX
@@ -170,8 +179,17 @@ class KeyPatch(_In):
     models: _Models | None = None
 
 
+_LIMITS = ("limit_microusd", "limit_tokens", "limit_requests")
+
+
+def _given(name: str) -> dict[str, JsonValue]:
+    return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+
+
 class BudgetIn(_In):
     """A new budget. Exactly one of the three limits is given; it sets the unit."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_given(name) for name in _LIMITS]})
 
     window: Annotated[WindowKind, Strict(False)]
     limit_microusd: _Limit | None = Field(None, description="a limit of money, in millionths of a dollar")
@@ -610,7 +628,7 @@ Act = Literal["drain", "disable", "enable", "reset"]
 
 
 class ActIn(_In):
-    name: str = Field(min_length=1, max_length=200, description="the deployment's")
+    name: str = Field(min_length=1, max_length=200, description="the deployment's; its replicas are meant, too")
 
 
 class TryDeploymentIn(ActIn):
@@ -633,6 +651,7 @@ class TriedOut(_Out):
 
 class DeploymentFacts(_Out):
     name: str
+    group: str = Field("", description="the deployment whose replica it is; else its own name")
     alias: str
     backend: str
     model: str
@@ -699,7 +718,7 @@ class CacheOut(_Out):
     semantic: _Part | None
 
 
-_CONDITIONS = ("id", "text", "team_id", "namespace", "model", "deployment", "older_than_s")
+_CONDITIONS = ("id", "text", "team_id", "namespace", "model", "deployment", "older_than_s", "tag")
 _ALL_OR_SOME: Any = {
     "if": {"required": ["all"], "properties": {"all": {"const": True}}},
     "then": {"properties": {name: {"type": "null"} for name in _CONDITIONS}},
@@ -725,6 +744,7 @@ class PurgeIn(_In):
     model: _Label | None = Field(None, description="the name that was asked for")
     deployment: _Label | None = Field(None, description="the deployment that generated the answer")
     older_than_s: float | None = Field(None, ge=0, le=1e11)
+    tag: _Label | None = Field(None, description="one of the body's `cache.tags` of the request that made the answer")
     all: bool = Field(False, description="everything, of every team")
 
 
@@ -784,6 +804,31 @@ class PurgeOut(_Out):
     count: int
     size_bytes: int
     samples: list[SampleOut]
+
+
+class ExportIn(_In):
+    """Which answers: all, unless a condition is given."""
+
+    team_id: _Id | None = None
+    namespace: _Label | None = None
+    model: _Label | None = None
+    tag: _Label | None = None
+    curated: bool | None = Field(None, description="true: curated answers alone, false: the others alone")
+
+
+class ImportProblem(_Out):
+    line: int
+    message: str
+
+
+class ImportOut(_Out):
+    """What became of the lines of an import."""
+
+    lines: int
+    stored: int
+    unchanged: int = Field(description="were there already, or there is a newer answer")
+    refused: int
+    problems: list[ImportProblem] = Field(description="of the first lines that were refused")
 
 
 class TryIn(_In):

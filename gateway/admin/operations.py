@@ -41,26 +41,28 @@ _KIND = "try"  # of its ledger row
 
 
 async def act(parts: WorkerParts, act: models.Act, body: models.ActIn, operator: Acting) -> models.DeploymentOut:
-    """Drains, disables, enables or resets a deployment on every host; each act is in the audit log."""
-    alias, deployment = _find(parts, body.name)
+    """Drains, disables, enables or resets a deployment, or all replicas of one, on every host; each act
+    is in the audit log. The answer shows the deployment, or the first of the replicas.
+    """
+    deployments = _find(parts, body.name)
     row = parts.audit_row(_ACTIONS[act], body.name, operator)
     if act == "reset":
         await parts.audit.add(row)
         with contextlib.suppress(RedisError):  # the next exchange takes it along
-            await parts.shared_health.reset(deployment)
+            await parts.shared_health.reset([deployment for _, deployment in deployments])
     else:
         await parts.accounts.set_use(row)
-    return views.deployment_of(alias, deployment)
+    return views.deployment_of(*deployments[0])
 
 
 async def try_deployment(parts: WorkerParts, body: models.TryDeploymentIn, operator: Acting) -> models.TriedOut:
     """Sends one short question to a deployment, whatever its state. An answer ends its rests."""
-    alias, deployment = _find(parts, body.name)
+    alias, deployment = _find(parts, body.name)[0]
     if deployment.is_any_model:
         if not body.model:
             raise accounts.Invalid("model", "expected a model's name: this deployment takes every name")
         alias = alias.for_name(alias.name[:-1] + body.model)
-        deployment = alias.deployments[body.name]
+        deployment = alias.deployments[deployment.name]
     await parts.audit.add(parts.audit_row(TRIED, body.name, operator))
     progress, chunks = Progress(deployment.name), list[Chunk]()
     demand, question = Demand(_PROMPT_TOKENS, 0, 0), _question(alias, deployment)
@@ -100,10 +102,11 @@ async def cancel_batch(parts: WorkerParts, batch_id: str, operator: Acting) -> m
     return views.batch_out(await parts.batches.get(batch.team_id, batch.id), await parts.accounts.list_teams())
 
 
-def _find(parts: WorkerParts, name: str) -> tuple[Alias, Deployment]:
-    for alias in parts.fleet.aliases.values():
-        if name in alias.deployments:
-            return alias, alias.deployments[name]
+def _find(parts: WorkerParts, name: str) -> list[tuple[Alias, Deployment]]:
+    """The deployment of this name, or the replicas of that of this name. Raises DoesNotExist."""
+    every = [(alias, one) for alias in parts.fleet.aliases.values() for one in alias.deployments.values()]
+    if found := [(alias, one) for alias, one in every if name in (one.name, one.group)]:
+        return found
     raise accounts.DoesNotExist(f"there is no deployment {name!r}")
 
 

@@ -18,7 +18,18 @@ from fastapi.security import APIKeyCookie, HTTPBearer
 from starlette.routing import BaseRoute
 
 from gateway.accounts.parquet import ParquetFile
-from gateway.admin import budgets, cache_views, misses, models, operations, savings_views, teams, verifier_views, views
+from gateway.admin import (
+    budgets,
+    cache_views,
+    misses,
+    models,
+    operations,
+    savings_views,
+    teams,
+    transfer,
+    verifier_views,
+    views,
+)
 from gateway.admin.guard import COOKIE, ApiRoute, check_query
 from gateway.admin.pages import page_routes
 from gateway.admin.parts import AdminParts, WorkerParts
@@ -101,6 +112,8 @@ def _add_history(api: APIRouter) -> None:
 
 
 def _add_machine(api: APIRouter) -> None:
+    ndjson = {"content": {transfer.NDJSON: {"schema": {"type": "string"}}}}
+    ndjson_body: dict[str, Any] = {"requestBody": {"required": True, **ndjson}}
     api.get("/overview")(views.overview)
     api.get("/batches")(views.batches)
     api.post("/batches/{batch_id}/cancel")(operations.cancel_batch)
@@ -110,6 +123,8 @@ def _add_machine(api: APIRouter) -> None:
     api.post("/deployments/{act}")(operations.act)
     api.get("/cache")(cache_views.cache)
     api.post("/cache/purge")(cache_views.purge)
+    api.post("/cache/import", openapi_extra=ndjson_body)(transfer.import_answers)
+    api.post("/cache/export", response_class=StreamingResponse, responses={200: ndjson})(transfer.export_answers)
     api.post("/cache/try")(cache_views.try_prompt)
     api.get("/cache/misses")(misses.cache_misses)
     api.get("/cache/verifier")(verifier_views.cache_verifier)

@@ -23,6 +23,7 @@ from gateway.wire.errors import ApiError, MethodNotAllowed, NotFound
 from gateway.wire.types import MEDIA
 
 _ADMIN_BODY_BYTES_MAX = 1 << 20
+_BYTES_MAX = {"/admin/api/cache/import": 64 << 20}  # which is read line by line
 _ID_BYTES_MAX = 200
 
 _AZURE_DEPLOYMENTS = "/openai/deployments/"
@@ -72,7 +73,9 @@ class Front:
             if methods is None and plain != "/v1" and not plain.startswith("/v1/"):
                 body = self._bodies.of(receive, headers_of(scope), None)
                 plainly = _with_get({**scope, "path": plain or "/"})
-                await self._app(plainly, _bounded(body, receive), _kept_close(send))
+                await self._app(
+                    plainly, _bounded(body, receive, _BYTES_MAX.get(plain, _ADMIN_BODY_BYTES_MAX)), _kept_close(send)
+                )
                 return
             scope = {**scope, "path": plain}
             if model:
@@ -256,11 +259,11 @@ def _below(send: Send, prefix: bytes) -> Send:
     return with_own_headers(send, below)
 
 
-def _bounded(body: Body, receive: Receive) -> Receive:
+def _bounded(body: Body, receive: Receive, bytes_max: int) -> Receive:
     """`receive` for `body`, bounded in time and size: FastAPI reads the body before it
     authenticates.
     """
-    pieces: AsyncIterator[bytes] | None = body.read(_ADMIN_BODY_BYTES_MAX)
+    pieces: AsyncIterator[bytes] | None = body.read(bytes_max)
 
     async def bounded() -> Message:
         nonlocal pieces
@@ -300,7 +303,12 @@ def document(app: FastAPI, paths: Mapping[str, Any], schemas: Mapping[str, Any])
 
 
 def operation(
-    summary: str, body: Mapping[str, Any] | None, *, streams: bool = False, errors_of: str = "OpenAI"
+    summary: str,
+    body: Mapping[str, Any] | None,
+    *,
+    streams: bool = False,
+    errors_of: str = "OpenAI",
+    is_body_needed: bool = True,
 ) -> dict[str, Any]:
     """An OpenAPI operation with the error shape of a provider, `errors_of`.
 
@@ -322,7 +330,7 @@ def operation(
         "responses": {"200": {"description": "OK", "content": content}, **described_errors},
     }
     if body is not None:
-        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+        described["requestBody"] = {"required": is_body_needed, "content": {"application/json": {"schema": body}}}
     return described
 
 

@@ -28,8 +28,10 @@ _MEDIA = ("audio/", "text/plain", "text/vtt", "application/json", "application/o
 
 def media_headers(media: str) -> Headers:
     """The headers of a plain answer with a deployment's content type; an unlisted type is sent as
-    bytes.
+    bytes, and a whole answer without one is JSON.
     """
+    if not media:
+        return [JSON]
     if media.startswith("text/event-stream"):
         return EVENT_STREAM
     shown = media if media.lower().startswith(_MEDIA) else "application/octet-stream"
@@ -80,6 +82,8 @@ def answer_headers(reply: Reply) -> Headers:
             headers.append((b"x-sameway-similarity", f"{similarity:.4f}".encode()))
             if reply.is_verified:
                 headers.append((b"x-sameway-verified", b"true"))
+        if reply.kept:
+            headers.append((b"x-sameway-kept", reply.kept.encode()))
         headers.append((b"age", str(int(entry.age_s(time.time()))).encode()))
         asking = reply.asking if reply.is_leading else None
         cost = asking.cost_microusd if asking is not None else 0
@@ -108,7 +112,8 @@ def cost_header(reply: Reply) -> Headers:
 
 def _cache_status(kind: str, entry: Entry | None) -> str:
     if entry is not None:
-        return f"sameway; hit; ttl={int(entry.expires_at - time.time())}; detail={kind}"
+        ttl = "" if entry.is_curated else f"; ttl={int(entry.fresh_until - time.time())}"
+        return f"sameway; hit{ttl}; detail={kind}"
     if kind == "coalesced":
         return "sameway; fwd=miss; collapsed"
     return f"sameway; fwd={'request' if kind == 'bypass' else 'uri-miss'}"

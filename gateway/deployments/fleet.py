@@ -16,6 +16,7 @@ from gateway.backends.base import Backend
 from gateway.backends.embedder import EmbedderBackend
 from gateway.deployments.alias import Alias
 from gateway.deployments.build import SLOTS_DEFAULT, Facts, build_backend, describe
+from gateway.deployments.catalog import PRICES, use
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.replicas import Replicas
 from gateway.deployments.slots import Slots
@@ -87,13 +88,15 @@ class Fleet:
         return alias.for_name(name) if alias.is_pattern else alias
 
     def take_uses(self, uses: Mapping[str, str]) -> None:
-        """Set the use of each deployment from `uses`; a missing deployment is in use.
+        """Set the use of each deployment from `uses`, the oldest first; a missing deployment is in use.
 
-        A replica has that of its deployment, too. Answers of a newly disabled deployment are closed.
+        What is said of a deployment holds for its replicas, until more is said of one of them. Answers of
+        a newly disabled deployment are closed.
         """
         self._uses = uses
         for deployment in self.deployments:
-            for answer in deployment.take_use(uses.get(deployment.name, uses.get(deployment.group, ""))):
+            said = [use for name, use in uses.items() if name in (deployment.name, deployment.group)]
+            for answer in deployment.take_use(said[-1] if said else ""):
                 closing = asyncio.ensure_future(answer.aclose())
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
@@ -121,6 +124,7 @@ class Fleet:
 
 def build_fleet(settings: Settings, clock: Callable[[], float], embedder: SemanticClient) -> Fleet:
     """Build the fleet that the settings describe, unconnected. The caller owns `embedder`."""
+    use(settings.data_dir / PRICES)
     aliases, replicas = {}, dict[str, list[Replicas]]()
     for alias, model in settings.models.items():
         deployments = [_build(alias, d, settings, clock) for d in model.deployments if not d.replicas]

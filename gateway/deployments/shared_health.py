@@ -243,10 +243,11 @@ class SharedHealth:
                 if any(one.has_news for shared in self.exchanged for one in shared.deployment.health.breakers.values()):
                     break
 
-    async def reset(self, deployment: Deployment) -> None:
-        """Forget the failures and the estimate of a deployment, on every host. Raises RedisError."""
+    async def reset(self, deployments: Sequence[Deployment]) -> None:
+        """Forget the failures and the estimates of deployments, on every host. Raises RedisError."""
+        names = {deployment.name for deployment in deployments}
         for shared in self.exchanged:
-            if shared.deployment.name == deployment.name:
+            if shared.deployment.name in names:
                 shared.reset()
         await self.exchange()
 

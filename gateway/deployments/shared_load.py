@@ -14,7 +14,6 @@ worker goes on with its own requests in flight.
 import asyncio
 import os
 from collections.abc import Awaitable
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -26,6 +25,7 @@ from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.replicas import Replicas
 from gateway.deployments.server_metrics import reading_of
+from gateway.deployments.told import TOLD, digest_of
 from gateway.transport.http_client import TransportError
 from policies.replicas import Backlog, Reading, Work, pooled
 
@@ -39,30 +39,22 @@ _PREFIXES_MAX = 2_000
 _PREFIXES_AT_ONCE = 200
 _BLOCK = 8  # bytes of a digest
 
-# KEYS work, metrics. ARGV worker, its work as JSON, the interval of readings in ms, how long work
-# counts in ms, how long keys last in ms, then the replicas' names. Answers {others' work, readings by
-# replica (false without one), the numbers of the replicas whose metrics are due}.
+# `TOLD` of work, with KEYS[2] metrics. ARGV then its work as JSON, the interval of readings in ms, how
+# long readings last in ms, and the replicas' names. Answers {others' work, readings by replica (false
+# without one), the numbers of the replicas whose metrics are due}.
 _EXCHANGE = """
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-redis.call('HSET', KEYS[1], ARGV[1], now .. ' ' .. ARGV[2])
-redis.call('PEXPIRE', KEYS[1], ARGV[5])
-local fields, work, readings, due = redis.call('HGETALL', KEYS[1]), {}, {}, {}
-for i = 1, #fields, 2 do
-  local at, told = string.match(fields[i + 1], '^(%d+) (.*)$')
-  if not at or math.abs(now - at) > tonumber(ARGV[4]) then redis.call('HDEL', KEYS[1], fields[i])
-  elseif fields[i] ~= ARGV[1] then work[#work + 1] = told end
-end
+tell(ARGV[3])
+local readings, due = {}, {}
 for i = 6, #ARGV do
   local at = tonumber(redis.call('HGET', KEYS[2], 'at ' .. ARGV[i]) or 0)
   readings[#readings + 1] = redis.call('HGET', KEYS[2], ARGV[i])
-  if math.abs(now - at) >= tonumber(ARGV[3]) then
+  if math.abs(now - at) >= tonumber(ARGV[4]) then
     redis.call('HSET', KEYS[2], 'at ' .. ARGV[i], now)
     due[#due + 1] = i - 6
   end
 end
 redis.call('PEXPIRE', KEYS[2], ARGV[5])
-return {work, readings, due}
+return {others, readings, due}
 """
 
 
@@ -73,10 +65,8 @@ class _Shared:
         self._replicas = replicas
         self._link = link
         self._worker = worker
-        digest = blake2b(replicas.name.encode(), digest_size=8).hexdigest()
-        self._key = "sameway:{replicas:" + digest + "}:"
+        self._key = "sameway:{replicas:" + digest_of(replicas.name) + "}:"
         self._seen = "0"
-        self._sizes: dict[str, float] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -101,9 +91,9 @@ class _Shared:
     async def _exchange_work(self) -> None:
         backlogs, replicas = self._backlogs(), self._replicas.by_name
         sent = msgspec.json.encode({name: backlog.sent for name, backlog in backlogs.items()})
-        limits = (_READ_BUSY_MS if self.is_busy else _READ_IDLE_MS, _STALE_MS, _TTL_MS)
+        arguments = (self._worker, _STALE_MS, sent, _READ_BUSY_MS if self.is_busy else _READ_IDLE_MS, _TTL_MS)
         keys = (self._key + "work", self._key + "metrics")
-        work, readings, due = await self._link.eval(_EXCHANGE, 2, *keys, self._worker, sent, *limits, *backlogs)
+        work, readings, due = await self._link.eval(TOLD + _EXCHANGE, 2, *keys, *arguments, *backlogs)
         of_others = [_decoded(each, dict[str, Work]) or {} for each in work]
         for (name, backlog), data in zip(backlogs.items(), readings, strict=True):
             parts = [others[name] for others in of_others if name in others]

@@ -13,44 +13,40 @@ on in a worker whose part has expired; without Redis each worker has an equal pa
 import asyncio
 import contextlib
 import os
-from hashlib import blake2b
 
 from redis.exceptions import RedisError
 
 from cache.redis_link import RedisLink
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.slots import Slots
+from gateway.deployments.told import TOLD, digest_of
 
 _LIFE_MS = 5_000
 _EVERY_S, _WAITING_S, _PAUSE_S = 1.0, 0.05, 0.002
 _SPARE = 4  # each worker keeps a part in so many ready
 
-# KEYS parts. ARGV worker, slots wanted, taken, spare ones, slots in all, life of a part in ms. Answers
-# {slots that it may hold, those that it need not give back, workers}. A part has, after the time: what
-# is wanted, what is held, and when it last got more: who waits longest goes before others.
+# `TOLD` of parts. ARGV then the slots wanted, taken, spare ones, slots in all. Answers {slots that it may
+# hold, those that it need not give back, workers}. A part is what is wanted, what is held, and when it
+# last got more: who waits longest goes before others.
 _SHARE = """
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local want, taken, limit = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[5])
-local parts, held, wanted, workers, before, served = redis.call('HGETALL', KEYS[1]), 0, want, 1, 0, 0
-local others = {}
-for i = 1, #parts, 2 do
-  local at, w, h, s = string.match(parts[i + 1], '^(%d+) (%d+) (%d+) (%d+)$')
-  if not at or math.abs(now - at) > tonumber(ARGV[6]) then redis.call('HDEL', KEYS[1], parts[i])
-  elseif parts[i] == ARGV[1] then before, served = tonumber(h), tonumber(s)
-  else
-    held, wanted, workers = held + h, wanted + w, workers + 1
-    if tonumber(w) > tonumber(h) then others[#others + 1] = tonumber(s) end
-  end
+local function read(part) return string.match(part or '', '^(%d+) (%d+) (%d+)$') end
+local want, taken, limit = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[6])
+local _, before, served = read(mine)
+local held, wanted, since = 0, want, tonumber(served or 0)
+for _, part in ipairs(others) do
+  local w, h = read(part)
+  held, wanted = held + (h or 0), wanted + (w or 0)
 end
-local most, least = want + tonumber(ARGV[4]), want
+local most, least = want + tonumber(ARGV[5]), want
 if wanted > limit then most, least = math.ceil(limit * want / wanted), math.floor(limit * want / wanted) end
-for _, since in ipairs(others) do if since < served then most = math.max(taken, least) end end
+for _, part in ipairs(others) do
+  local w, h, s = read(part)
+  if w and tonumber(w) > tonumber(h) and tonumber(s) < since then most = math.max(taken, least) end
+end
 local granted = math.max(0, math.min(most, limit - held))
-if granted > before or want <= granted then served = now end
-redis.call('HSET', KEYS[1], ARGV[1], string.format('%d %d %d %d', now, want, math.max(granted, taken), served))
-redis.call('PEXPIRE', KEYS[1], ARGV[6])
-return {granted, least, workers}
+if granted > tonumber(before or 0) or want <= granted then since = now end
+tell(string.format('%d %d %d', want, math.max(granted, taken), since))
+return {granted, least, #others + 1}
 """
 
 
@@ -87,11 +83,11 @@ class SharedSlots:
         await asyncio.gather(*(self._exchange(name, slots) for name, slots in self.limited().items()))
 
     async def _exchange(self, name: str, slots: Slots) -> None:
-        key = "sameway:{slots}:" + blake2b(name.encode(), digest_size=8).hexdigest()
+        key = "sameway:{slots}:" + digest_of(name)
         want, limit = slots.wanted, slots.slots_max
-        numbers = (min(want, limit), slots.taken, limit // (_SPARE * self._workers), limit, _LIFE_MS)
+        numbers = (min(want, limit), slots.taken, limit // (_SPARE * self._workers), limit)
         try:
-            granted, least, workers = await self._link.eval(_SHARE, 1, key, self._worker, *numbers)
+            granted, least, workers = await self._link.eval(TOLD + _SHARE, 1, key, self._worker, _LIFE_MS, *numbers)
         except RedisError:
             part = max(1, limit // self._workers)
             slots.grant(part, part, is_refused=part < want)

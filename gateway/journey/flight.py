@@ -17,6 +17,7 @@ from gateway.deployments.alias import Alias
 from gateway.journey.generation import Generation
 from gateway.journey.outcomes import Asking, Looked
 from gateway.journey.shared_stream import Reader, SharedStream
+from gateway.journey.storing import kept
 from gateway.journey.turn import Ended, Turn
 
 # after the last reader has left: a deployment counts its tokens at the end of the answer
@@ -143,6 +144,11 @@ class Reply(msgspec.Struct, frozen=True):
     def served(self) -> Entry | None:
         """The entry that is replayed, found by stage 4, 5 or 6."""
         return self.looked.entry if self.flight is None else self.flight.generation.looked.entry
+
+    @property
+    def kept(self) -> str:
+        """Of a recorded answer: `curated`, or `stale` where a newer one is made; else empty."""
+        return kept(self.served, is_stale=self.looked.is_stale)
 
     @property
     def source(self) -> str:

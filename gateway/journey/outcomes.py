@@ -64,6 +64,7 @@ class Looked(msgspec.Struct, frozen=True):
     words_key: bytes | None = None  # by which the words of its prompt find an answer
     warm: dict[str, int] = {}  # the prompt tokens that deployments saw last, by name
     degraded: tuple[str, ...] = ()  # failed parts that the request did without
+    is_stale: bool = False  # a newer answer than `entry` is made beside it
     is_claimed: bool = False  # other workers wait for its entry
     claimed_for_ms: float | None = None  # another worker had been making its entry for so long
     awaited_until: float = 0.0  # by time.perf_counter, where it has waited for that worker

@@ -57,6 +57,7 @@ class CacheFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     store: str = ""  # `stored`, or the reason against it
     entry: str = ""  # id of the cached answer that was served or stored
     made_in: str = ""  # the trace and the span of the request that made the answer
+    kept: str = ""  # of the answer that was served: `curated`, or `stale` where a newer one was made
     # failed parts that the request did without: redis, cache_worker
     degraded: tuple[str, ...] = msgspec.field(default=(), name="survived")
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from cache import CacheUnavailable, Controls, Entry, ExactCache, Fingerprint, Outcome
 from cache.eligibility import Refusal, is_cut_as_asked, store_refusal
-from cache.entry import ASKED, digest_of, pack_context
+from cache.entry import ASKED, FRESH_S, TAGS, digest_of, pack_context
 from cache.exact import LookupMiss
 from cache.moving import moves
 from gateway.accounts import Identity
@@ -25,7 +25,7 @@ from gateway.journey.outcomes import Looked, SemanticResult, Spent, Stored
 from gateway.journey.queue import ranking
 from gateway.journey.rate_limits import Headers, Limits
 from gateway.journey.semantic import SemanticLookup
-from gateway.journey.storing import MAKER, recorded
+from gateway.journey.storing import MAKER, lifetime, recorded
 from gateway.journey.trace import maker_of
 from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
@@ -65,7 +65,8 @@ class RecordedAnswers:
         taking = taken or self._limits.take(identity)
         is_apart = controls.no_cache and controls.no_store and not alias.is_hinted  # Redis knows nothing that it needs
         if entry is not None or not is_exact or is_apart:
-            return Looked(fingerprint, await taking, entry)
+            is_stale = entry is not None and self._exact.is_stale(entry)
+            return Looked(fingerprint, await taking, entry, is_stale=is_stale)
         team = identity.team
         claims = may_be_awaited(controls) if may_look and controls.max_age_s != 0 else None
         key = self._semantic.words_key(fingerprint, controls, team, alias) if claims is not None else None
@@ -88,6 +89,7 @@ class RecordedAnswers:
             fingerprint=fingerprint,
             limit_headers=headers,
             entry=entry,
+            is_stale=entry is not None and self._exact.is_stale(entry),
             semantic=semantic,
             words_key=key,
             warm=warm,
@@ -140,16 +142,16 @@ class RecordedAnswers:
             return Stored(spent)
         is_findable = not looked.no_lookup_reason
         outcome = _outcome_of(generation, is_servable=cache.is_exact or is_findable)
-        ttl_s = min(generation.turn.controls.ttl_s or cache.ttl_s, cache.ttl_s_max)
+        ttl_s, stale_s = lifetime(generation.turn.controls.ttl_s, generation.alias.settings, cache)
         if moves(looked.fingerprint.text or ""):
             outcome = replace(outcome, moves=not cache.moving_ttl_s)
-            ttl_s = min(ttl_s, cache.moving_ttl_s)
+            ttl_s, stale_s = min(ttl_s, cache.moving_ttl_s), 0
         refusal = store_refusal(outcome, generation.turn.controls, cache.entry_bytes_max)
         if refusal is Refusal.TRUNCATED:
             self._semantic.cut(looked.fingerprint.compat)
         if refusal is not None:
             return Stored(spent, None, refusal.value)
-        entry = _entry_of(flight, spent, ttl_s, is_findable=is_findable)
+        entry = _entry_of(flight, spent, ttl_s, stale_s, is_findable=is_findable)
         self._exact.store_local(entry)
         return Stored(spent, entry, "stored")
 
@@ -247,7 +249,7 @@ def _ends_as_asked(generation: Generation) -> bool:
     return is_cut_as_asked(progress.finish_reasons, generation.answered.demand.choices, limit, tokens)
 
 
-def _entry_of(flight: Flight, spent: Spent, ttl_s: float, *, is_findable: bool) -> Entry:
+def _entry_of(flight: Flight, spent: Spent, fresh_s: int, stale_s: int, *, is_findable: bool) -> Entry:
     """The entry that records an answer.
 
     Without `is_findable` the entry's text is None, so it is never embedded; a label has its digest,
@@ -258,7 +260,7 @@ def _entry_of(flight: Flight, spent: Spent, ttl_s: float, *, is_findable: bool) 
     fingerprint, controls = generation.looked.fingerprint, generation.turn.controls
     progress = generation.answered.progress
     duration_ms = int(progress.attempt.duration_ms if progress.attempt is not None else 0)
-    labels: dict[str, str | int] = {
+    labels: dict[str, str | int | None] = {
         "model": generation.alias.name,
         "deployment": progress.deployment,
         "cost_microusd": spent.answer_microusd,
@@ -266,13 +268,12 @@ def _entry_of(flight: Flight, spent: Spent, ttl_s: float, *, is_findable: bool) 
         "completion_tokens": spent.usage.completion_tokens,
         "duration_ms": duration_ms,
         **more_labels,
+        "baseline_microusd": spent.answer_baseline_microusd,
+        MAKER: maker_of(generation.turn.arrival.trace) or None,
+        FRESH_S: fresh_s if stale_s else None,
+        TAGS: "\n".join(controls.tags) or None,
+        ASKED: None if is_findable or fingerprint.text is None else digest_of(fingerprint.text),
     }
-    if spent.answer_baseline_microusd is not None:
-        labels["baseline_microusd"] = spent.answer_baseline_microusd
-    if maker := maker_of(generation.turn.arrival.trace):
-        labels[MAKER] = maker
-    if not is_findable and fingerprint.text is not None:
-        labels[ASKED] = digest_of(fingerprint.text)
     return Entry(
         partition=fingerprint.partition,
         exact=fingerprint.exact,
@@ -281,9 +282,9 @@ def _entry_of(flight: Flight, spent: Spent, ttl_s: float, *, is_findable: bool) 
         context=pack_context(fingerprint.context) if is_findable else b"",
         chunks=pieces,
         created_at=time.time(),
-        ttl_s=ttl_s,
+        ttl_s=float(fresh_s + stale_s),
         namespace=controls.namespace,
-        labels=labels,
+        labels={name: label for name, label in labels.items() if label is not None},
         # a second of waiting counts as a tenth of a cent
         saves=spent.answer_microusd + duration_ms,
     )

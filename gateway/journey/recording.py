@@ -13,7 +13,7 @@ from gateway.journey.generation import Generation
 from gateway.journey.needs import booked_labels
 from gateway.journey.outcomes import Hedged, MoneyFacts, Rejection, SemanticResult
 from gateway.journey.record import AnswerFacts, CacheFacts, Record, RequestFacts, Times, VerifierFacts
-from gateway.journey.storing import MAKER, deployment_of
+from gateway.journey.storing import MAKER, deployment_of, kept
 from gateway.journey.trace import maker_of
 from gateway.journey.turn import Arrival, Ended, Turn
 from gateway.wire.errors import ApiError, shown
@@ -110,6 +110,7 @@ def _of_flight(flight: Flight, duration_ms: float) -> _Facts:
         entry=entry.id if entry is not None else "",
         made_in=_maker(looked.entry),
         prompt_id=_prompt_id(looked.fingerprint) if looked.entry is None else "",
+        kept=kept(looked.entry),
         degraded=looked.degraded,
     )
     answer = _answer_of(generation)
@@ -181,6 +182,7 @@ def _of_reply(reply: Reply, duration_ms: float) -> _Facts:
             question=semantic.question,
             entry=entry.id,
             made_in=_maker(entry),
+            kept=reply.kept,
         )
         return cache, _verified(semantic), AnswerFacts(deployment), *_replayed(entry, begun_ms, duration_ms)
     generation = reply.flight.generation

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from cache import Entry, Fingerprint, Recorded
 from gateway.backends.anthropic.answer import MessageReader
+from gateway.settings import CacheSettings, ModelSettings
 from gateway.wire.chunks import read
 from gateway.wire.fold import fold
 from gateway.wire.types import TOLD, Chunk
@@ -24,6 +25,19 @@ MAKER = "made_in"
 def deployment_of(entry: Entry | None) -> str:
     """The deployment that generated the recorded answer; empty without an entry."""
     return str(entry.labels.get("deployment", "")) if entry is not None else ""
+
+
+def kept(entry: Entry | None, *, is_stale: bool = False) -> str:
+    """What sets a recorded answer apart: `curated`, or `stale` where a newer one is made; else empty."""
+    return "curated" if entry is not None and entry.is_curated else "stale" if is_stale else ""
+
+
+def lifetime(asked_s: int | None, model: ModelSettings, cache: CacheSettings) -> tuple[int, int]:
+    """The seconds that an answer is fresh, and those that it may be served afterwards."""
+    if asked_s is not None:
+        return min(asked_s, cache.ttl_s_max), 0
+    stale_s = cache.stale_s if model.stale_s is None else model.stale_s
+    return min(model.ttl_s or cache.ttl_s, cache.ttl_s_max), stale_s
 
 
 def recorded(chunks: Sequence[Chunk]) -> tuple[tuple[Recorded, ...], dict[str, str | int]]:

@@ -26,6 +26,8 @@ from gateway.wire.types import CHAT, Kind
 from policies import Demand
 from policies.verification import Verify
 
+_Tag = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f]*$")]
+
 
 class CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache": "no-cache", "no_store": "no-store"}):
     """The body's `cache` object."""
@@ -36,6 +38,7 @@ class CacheFields(msgspec.Struct, forbid_unknown_fields=True, rename={"no_cache"
     namespace: Annotated[str, Meta(max_length=256)] = ""
     error_max: Annotated[float, Meta(ge=0, le=1)] | None = None
     verify: Verify | None = None
+    tags: Annotated[tuple[_Tag, ...], Meta(max_length=16)] = ()
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -221,6 +224,7 @@ def read_controls(cache_control: str, fields: Any) -> Controls:
         namespace=body_controls.namespace,
         error_max=body_controls.error_max,
         verify=body_controls.verify,
+        tags=body_controls.tags,
     )
 
 

@@ -67,6 +67,7 @@ class Learning:
     async def stop(self) -> None:
         """Begin no more checks, and end the gateway's own requests, for which no client waits any more."""
         await self.checks.aclose()
+        await self._requests.aclose()
         if self.verifiers is not None:
             await self.verifiers.aclose()
 

@@ -33,11 +33,13 @@ from gateway.settings import Settings
 from gateway.telemetry import metric_names as m
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.parts import GatewayPart, PartHealth
+from policies.replicas import Reading
 
 _LOOK_EVERY_S = 0.5
 _LOOK_TIMEOUT_S = 6.0  # longer than the time-outs of Redis and the cache worker: only the database can be late
 _DESCRIPTORS_SHARE_MAX = 0.9
 _CACHE_WORKER, _VECTOR_ENGINE = "cache worker", "vector engine"
+_UNREAD = Reading(*[math.nan] * len(Reading.__struct_fields__))
 _LACKS = "its user lacks a permission"
 # a write that changes nothing fails if writes do (disk or memory full, a replica), or scripts
 _WRITE = "return redis.pcall('SETRANGE', KEYS[1], 0, '')"
@@ -147,14 +149,11 @@ class HealthMonitor:
         redis = "; ".join(filter(None, (self._redis_error, self._redis_note)))
         is_starting = cache.state in (WorkerState.LOADING, WorkerState.REBUILDING)
         away = PartHealth.STARTING if is_starting else PartHealth.DOWN
+        worker = GatewayPart(_CACHE_WORKER, PartHealth.OK if cache.is_ready else away, detail)
         return [
             GatewayPart("redis", PartHealth.DOWN if self._redis_error else PartHealth.OK, redis),
             GatewayPart("database", PartHealth.DOWN if self._database_error else PartHealth.OK, self._database_error),
-            GatewayPart(
-                _CACHE_WORKER,
-                PartHealth.OK if cache.is_ready else away,
-                detail,
-            ),
+            *([worker] if self.settings.needs_cache_worker else ()),
             *self._engine(),
             *(self._part(deployment) for deployment in self.fleet.deployments),
         ]
@@ -232,6 +231,11 @@ class HealthMonitor:
             metrics.set(m.DEPLOYMENT_RUNNING, load.running / workers, deployment.name)
             if load.engine is not None:
                 metrics.set(m.ENGINE_KV_USED, load.engine.kv_usage, deployment.name)
+            if deployment.backlog is not None:
+                reading = deployment.backlog.reading or _UNREAD
+                metrics.set(m.SERVER_RUNNING, reading.running, deployment.name)
+                metrics.set(m.SERVER_WAITING, reading.waiting, deployment.name)
+                metrics.set(m.ENGINE_KV_USED, reading.kv_used, deployment.name)
             metrics.set(m.DEPLOYMENT_WAITING, load.waiting / workers + deployment.slots.waiting, deployment.name)
 
 

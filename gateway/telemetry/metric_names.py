@@ -303,10 +303,22 @@ DEPLOYMENT_RUNNING = _gauge(
 DEPLOYMENT_WAITING = _gauge(
     "sameway_deployment_waiting_requests", Merge.SUM, "Requests waiting for a place at the deployment.", "deployment"
 )
+SERVER_RUNNING = _gauge(
+    "sameway_replica_running_requests",
+    Merge.MAX,
+    "Requests that a replica runs, of all its clients, as its own metrics say; absent without them.",
+    "deployment",
+)
+SERVER_WAITING = _gauge(
+    "sameway_replica_waiting_requests",
+    Merge.MAX,
+    "Requests in a replica's own queue, of all its clients, as its own metrics say; absent without them.",
+    "deployment",
+)
 ENGINE_KV_USED = _gauge(
     "sameway_engine_kv_used_ratio",
     Merge.MAX,
-    "KV memory that a local engine's generations hold, of all of it.",
+    "KV memory that the generations of a local engine or a replica hold, of all of it.",
     "deployment",
 )
 SPANS = _counter(
@@ -315,7 +327,7 @@ SPANS = _counter(
     "outcome",
 )
 WORKERS = _gauge("sameway_workers", Merge.SUM, "Gateway workers alive on this host.")
-BUILD = _gauge("sameway_build_info", Merge.MAX, "Always 1; the version is a label.", "version")
+BUILD = _gauge("sameway_build_info", Merge.MAX, "Always 1; the version and the commit are labels.", "version build")
 
 # in the order above, which is that of a scrape
 DEFINITIONS = tuple(one for one in list(globals().values()) if isinstance(one, Definition))

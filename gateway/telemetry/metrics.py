@@ -94,7 +94,7 @@ class Metrics:
     are not counted.
     """
 
-    def __init__(self, folder: Path | None, version: str = "unknown") -> None:
+    def __init__(self, folder: Path | None, version: str = "unknown", commit: str = "unknown") -> None:
         self._numbers = SharedNumbers(folder)
         self.error = self._numbers.error  # the reason why other workers do not see these numbers, if any
         self._values: memoryview[float] = self._numbers.values
@@ -105,7 +105,7 @@ class Metrics:
                 self._values[start] = math.nan  # a gauge of the file's last worker
         self._start(names.SERIES_DROPPED)
         self.set(names.WORKERS, 1)
-        self.set(names.BUILD, 1, version)
+        self.set(names.BUILD, 1, version, commit)
 
     def observe(self, record: Record) -> None:
         """Count one finished request; takes about 3 µs."""

@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import asyncpg
 import msgspec
 import pytest
+from msgspec.structs import replace
 from redis.asyncio import Redis
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.accounts import LedgerRow, charges_of, encode_row
 from gateway.accounts.accounts import Accounts
@@ -19,6 +22,7 @@ from policies import Budget, Budgets, Hold, NotReady, Refused, Usage, WindowKind
 from policies.budgets import LockLost
 from policies.counters import Need
 from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM, READY_KEY
+from tests.accounts.conftest import empty
 
 NOW_S = 4_000_000_000.0  # far enough from the present that Redis does not expire its windows
 DAY = Budget(1, 7, WindowKind.DAY, 10**9)
@@ -104,6 +108,39 @@ async def test_a_crash_between_insert_and_delete_doubles_nothing(
     [total] = await ledger.totals([])
     assert (total.requests, total.cost_microusd) == (2, 30)
     assert await spent(budgets) == 30
+
+
+async def test_parts_of_the_teams_are_written_side_by_side(
+    accounts_postgres: str, redis: Redis, budgets: Budgets
+) -> None:
+    """A transaction that waits for another's sums keeps no other team's rows; cut off there, no row is lost or doubled."""
+    await empty(accounts_postgres)
+    accounts = Accounts(accounts_postgres)
+    await accounts.open()
+    ledger = Ledger(accounts.database)
+    writer = LedgerWriter(redis, ledger, budgets, clock=lambda: NOW_S, token="one")
+    rows = [replace(row_of(f"h{n}", n, 10**12, team_id=n), user="u") for n in range(1, 9)]
+    await ledger.append([replace(rows[0], id="first")])  # makes the month
+    for row in rows:
+        booked = ("team", row.team_id, "at_ms", row.at_ms, "cost", row.cost_microusd)
+        await redis.execute_command("XADD", LEDGER_STREAM, "*", "row", encode_row(row), *booked)
+    other = await asyncpg.connect(accounts_postgres.replace("+asyncpg", ""))
+    async with other.transaction():
+        await other.execute("SELECT * FROM ledger_rollups WHERE team_id = 1 FOR UPDATE")
+        step = asyncio.create_task(writer.step())
+        while (await ledger.totals([]))[0].requests < 7:  # noqa: ASYNC110 - SQL tells no one
+            await asyncio.sleep(0.01)
+        await other.fetch(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        )
+        with pytest.raises(SQLAlchemyError):
+            await step
+    assert {row.team_id for row in (await ledger.rows(LedgerFilter())).rows} == {1, 2, 3, 4, 6, 7, 8}
+    assert await writer.step()
+    assert (writer.stats.rows, writer.stats.repeated, await writer.backlog()) == (2, 6, 0)
+    assert (await ledger.totals([]))[0].cost_microusd == 37
+    await other.close()
+    await accounts.close()
 
 
 async def test_one_of_many_writes(redis: Redis, ledger: Ledger, budgets: Budgets) -> None:

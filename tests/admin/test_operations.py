@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from gateway.accounts import decode_row
 from gateway.accounts.accounts import Accounts
+from gateway.admin import views
 from gateway.admin.guard import COOKIE
 from gateway.batches.lines import LineRefused
 from gateway.deployments.deployment import Deployment
@@ -55,13 +56,32 @@ async def test_each_act_holds_is_audited_and_survives(world: World, client: Asyn
         await restarted.open()
         seen: list[Mapping[str, str]] = []
         restarted.follow_uses(seen.append)
-        assert seen == [{one.name: use} if use else {}]
+        assert seen == [{one.name: use}]
         await restarted.close()
     rows = (await client.get("/admin/api/audit")).json()["rows"]
     assert [row["action"] for row in rows] == [
         "deployment_disabled", "deployment_enabled", "deployment_disabled", "deployment_drained",
     ]  # fmt: skip
     assert {(row["entry"], row["team_id"], row["way"]) for row in rows} == {(one.name, 0, "api")}
+
+
+async def test_an_act_on_a_deployment_means_its_replicas(world: World, client: AsyncClient) -> None:
+    """The deployment's name drains, resets and enables all replicas; the latest act decides on one that had its own."""
+    one, _ = only(world)
+    one.group = "pool"
+    one.health.failed(ASKER, retry_after_s=600)
+    for name, act, use in (
+        ("pool", "drain", "drained"),
+        (one.name, "enable", ""),
+        ("pool", "drain", "drained"),
+        ("pool", "reset", "drained"),
+        ("pool", "enable", ""),
+    ):
+        reply = await client.post(f"/admin/api/deployments/{act}", json={"name": name})
+        assert (reply.status_code, reply.json()["name"], reply.json()["use"]) == (200, one.name, use)
+    assert one.health.allows(ASKER)
+    world.deployments = views.deployments_of(world.admin.fleet)
+    assert "Drain all replicas" in (await client.get("/admin/deployments", cookies={COOKIE: world.session})).text
 
 
 async def test_a_reset_forgets_failures_and_figures(world: World, client: AsyncClient) -> None:

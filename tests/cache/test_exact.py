@@ -18,6 +18,7 @@ from redis.backoff import NoBackoff
 
 from cache import CacheLimits, CacheUnavailable, Entry, ExactCache, Purge, fingerprint
 from cache.eligibility import Refusal
+from cache.entry import CURATED, CURATED_TTL_S, TAGS
 from cache.exact import LookupMiss
 from cache.exact.store import EntryStore
 from tests.cache.fakes import ACME, OTHER, Clock, ask, entry_for
@@ -135,6 +136,60 @@ async def test_a_newer_answer_replaces_the_older(exact: ExactCache, clock: Clock
     assert stats.entries == 1
     await exact.purge(Purge())
     assert (await exact.stats()).size_bytes == 0
+
+
+def _curated(text: str, now: float, answer: str = "as we say") -> Entry:
+    return entry_for(ask(text), now, answer, ttl_s=CURATED_TTL_S, labels={CURATED: 1})
+
+
+async def test_a_curated_answer_neither_expires_nor_gives_way(
+    redis: Redis, redis_server: RedisServer, clock: Clock
+) -> None:
+    """No time, no generated answer and no want of room ends it; a newer one of an operator and a purge do."""
+    exact = ExactCache(redis, CacheLimits(ttl_s_max=60, size_bytes_max=20_000), clock)
+    async with following(exact, redis_server.url):
+        assert (await exact.store(_curated("Why?", clock.now))).refusal is None
+        clock.now += 10 * 365 * 86_400
+        exact.store_local(entry_for(ask("Why?"), clock.now, "generated"))
+        assert (await exact.store(entry_for(ask("Why?"), clock.now, "generated"))).refusal is Refusal.CURATED
+        for n in range(30):
+            assert (await exact.store(entry_for(ask(f"{n}?"), clock.now, "x" * 3_000))).refusal is None
+        found = (await exact.lookup(ask("Why?"))).entry
+        assert found is not None
+        assert (found.chunks[0].data, found.is_curated) == (b"as we say", True)
+        assert (await exact.store(_curated("Why?", clock.now, "as we say now"))).refusal is None
+        await until(lambda: exact.lookup_local(ask("Why?")) is None)
+        found = (await exact.lookup(ask("Why?"))).entry
+        assert found is not None
+        assert found.chunks[0].data == b"as we say now"
+        await exact.purge(Purge())
+        assert ((await exact.stats()).entries, (await exact.stats()).size_bytes) == (0, 0)
+
+
+async def test_curated_answers_leave_the_size_budget_as_it_is(redis: Redis, clock: Clock) -> None:
+    """What does not fit beside them is refused, theirs or not, and the accounting stays exact."""
+    exact = ExactCache(redis, CacheLimits(size_bytes_max=20_000), clock)
+    results = [await exact.store(_curated(f"{n}?", clock.now, "x" * 3_000)) for n in range(6)]
+    assert [one.refusal for one in results] == [None] * 4 + [Refusal.TOO_LARGE] * 2
+    assert (await exact.store(entry_for(ask("Why?"), clock.now, "y" * 3_000))).refusal is Refusal.TOO_LARGE
+    stats = await exact.stats()
+    assert (stats.entries, stats.size_bytes) == (4, sum(one.size_bytes for one in results[:4]))
+
+
+async def test_a_purge_by_tag_finds_what_has_it(exact: ExactCache, clock: Clock) -> None:
+    """Among several tags, as a whole, together with other conditions."""
+    for text, tags in (("Why?", "a\nprice list"), ("How?", "price list"), ("Who?", "price"), ("Where?", "")):
+        await exact.store(entry_for(ask(text), clock.now, labels={TAGS: tags} if tags else {}))
+    assert (await exact.purge(Purge(tag="price list"), is_dry_run=True)).count == 2
+    assert (await exact.purge(Purge(tag="price list", text="why?"))).count == 1
+    assert (await exact.purge(Purge(tag="price list"))).count == 1
+    assert {entry.text for entry in await _all(exact)} == {"Who?", "Where?"}
+
+
+async def _all(exact: ExactCache) -> list[Entry]:
+    return [
+        found.entry for text in ("Why?", "How?", "Who?", "Where?") if (found := await exact.lookup(ask(text))).entry
+    ]
 
 
 async def test_garbage_in_redis_is_a_miss(exact: ExactCache, redis: Redis, clock: Clock) -> None:
@@ -323,6 +378,19 @@ async def test_a_purge_removes_what_matches_everywhere(
             assert (purger.lookup_local(fp) is None) or name not in expected
             assert ((await reader.lookup(fp)).entry is None) is (name in expected)
         assert (await purger.stats()).size_bytes == before - done.size_bytes
+
+
+async def test_a_purge_counts_answers_and_no_wordings(exact: ExactCache, clock: Clock) -> None:
+    """What else was asked for an answer goes with it; asked by its own words, it counts."""
+    entry = entry_for(ask("a"), clock.now)
+    for worded in (entry, *(entry.worded(bytes([number]) * 16, f"wording {number}", "") for number in range(3))):
+        await exact.store(worded)
+    by_words = await exact.purge(Purge(text="wording 0"))
+    dry, done = await exact.purge(Purge(), is_dry_run=True), await exact.purge(Purge())
+    assert [one.count for one in (by_words, dry, done)] == [1, 1, 1]
+    assert [one.text for one in done.samples] == [entry.text]
+    assert dry.size_bytes == done.size_bytes
+    assert (await exact.stats()).size_bytes == 0
 
 
 async def test_a_purge_leaves_nothing_to_read(exact: ExactCache, redis: Redis, clock: Clock) -> None:

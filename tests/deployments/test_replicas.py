@@ -106,6 +106,10 @@ async def test_a_list_is_read_again(tmp_path: Path) -> None:
     one, two = fleet.deployments
     assert [one.name, two.name] == ["pool/10.0.0.1:8000", "pool/10.0.0.2:8000"]
     assert [one.use, two.use] == ["drained", "drained"]
+    fleet.take_uses({"pool": "drained", two.name: ""})
+    assert [one.use, two.use] == ["drained", ""]
+    fleet.take_uses({two.name: "", "pool": "drained"})  # the latest act is about all
+    assert [one.use, two.use] == ["drained", "drained"]
     path.write_text("http://10.0.0.2:8000/v1\nhttp://10.0.0.3:8000/v1\n")
     await fleet.reread()
     assert [d.name for d in fleet.deployments] == ["pool/10.0.0.2:8000", "pool/10.0.0.3:8000"]

@@ -120,6 +120,7 @@ async def test_usage_in_a_stream_is_for_those_who_ask(world: World, is_asked: bo
         ({}, {"temperature": 0.5}, "miss"),
         ({}, {"a_field_of_tomorrow": 1}, "miss"),
         ({}, {"cache": {"namespace": "other"}}, "miss"),
+        ({"cache": {"tags": ["a"]}}, {"cache": {"tags": ["b"]}}, "exact"),
         ({"cache": {"namespace": "own"}}, {"cache": {"namespace": "own"}}, "exact"),
         ({}, {"headers": {"cache-control": "max-age=600"}}, "exact"),
         ({}, {"headers": {"cache-control": "only-if-cached"}}, "exact"),

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from cache.worker import SemanticClient, WorkerState
 from cache.worker.options import WorkerOptions
 from gateway.child_output import ChildOutput
 from gateway.settings import CacheSettings, EngineSettings, Settings
-from gateway.supervisor import Child, ChildKind, Heartbeat, cache_child, engine_argv, kill_if_silent
+from gateway.supervisor import Child, ChildKind, Heartbeat, cache_child, engine_argv, kill_if_silent, redis_binary
 from ipc import JSON_VARIABLE, add_options, options_from
 from local_engine.config import EngineConfig
 
@@ -138,6 +139,16 @@ async def test_a_silent_process_is_killed(tmp_path: Path) -> None:
         assert await asyncio.wait_for(process.wait(), 30) == -signal.SIGKILL
     finally:
         killing.cancel()
+
+
+def test_the_embedded_server_is_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's redis-server comes first; without one, the Valkey that the package brings, and it runs."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shown = subprocess.run([redis_binary(), "--version"], capture_output=True, text=True, check=True)
+    assert "Valkey server v=9" in shown.stdout
+    own = tmp_path / "redis-server"
+    own.touch(0o755)
+    assert redis_binary() == str(own)
 
 
 WRITES = r"""

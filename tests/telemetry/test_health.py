@@ -15,6 +15,7 @@ from gateway.telemetry.health import HealthMonitor
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.parts import PartHealth
 from policies.breaker import Asker
+from policies.replicas import Reading
 from tests.services import run_redis
 
 
@@ -41,6 +42,21 @@ def test_a_remote_deployment_that_never_answered_says_so(tmp_path: Path) -> None
     (deployment,) = fleet.deployments
     deployment.health.succeeded(Asker("chat:"))
     assert of_api() == (PartHealth.OK, "")
+
+
+def test_a_replicas_own_queue_is_a_gauge(tmp_path: Path) -> None:
+    """What a server's metrics say of its requests is told; without them nothing is, and no zero."""
+    pool = {"backend": "openai", "model": "m", "replicas": ["http://127.0.0.1:9/v1"]}
+    settings = Settings.model_validate({"data_dir": tmp_path, "models": {"a": {"deployments": [pool]}}})
+    fleet, metrics = build_fleet(settings, lambda: 0.0, cast(Any, None)), Metrics(None)
+    (replica,) = fleet.deployments
+    assert replica.backlog is not None
+    for reading, told in ((Reading(running=4, waiting=2, kv_used=0.5), {"4.0", "2.0", "0.5"}), (None, set())):
+        replica.backlog.take(reading)
+        monitor_of(settings, fleet).set_deployment_gauges(metrics)
+        lines = metrics.render().decode().splitlines()
+        own = [line for line in lines if line.startswith(("sameway_replica_", "sameway_engine_kv"))]
+        assert {line.rpartition(" ")[2] for line in own} == told
 
 
 @pytest.mark.parametrize(("denial", "cause"), [("key refused (HTTP 401)", "denied"), ("", "failed")])
