@@ -17,11 +17,11 @@ import os
 import sys
 import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gateway import console
 from gateway.config_file import check_settings, load_settings, notes
 from gateway.settings import Settings, SettingsError, deployment_name
 from gateway.version import VERSION, build
@@ -75,6 +75,17 @@ def command_parser() -> argparse.ArgumentParser:
         archive.add_argument("file", type=Path, help="the archive, which has the admin's key: keep it as a secret")
         _add_settings(archive)
         archive.set_defaults(run=functools.partial(_archive, is_backup=name == "backup"))
+
+    for noun in console.NOUNS:  # their words are read by what the gateway says it can do
+        over_api = commands.add_parser(
+            noun,
+            prefix_chars="\0",
+            add_help=False,
+            usage=f"sameway {noun} {console.USAGE}",
+            help=f"{noun} of a gateway",
+        )
+        over_api.add_argument("words", nargs="*")
+        over_api.set_defaults(run=lambda given, noun=noun: console.command(noun, given.words))
 
     completion = commands.add_parser("completion", help="print a script that completes these commands in a shell")
     completion.add_argument("shell", choices=("bash", "zsh"))
@@ -247,10 +258,7 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     try:
         path = f"/v1/models/{urllib.parse.quote(arguments.model, safe='')}" if arguments.model else "/v1/models"
-        request = urllib.request.Request(url + path, headers={"authorization": f"Bearer {key}"})
-        is_here = urllib.parse.urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-        handlers = [urllib.request.ProxyHandler({})] if is_here else []  # no proxy leads to this machine
-        with urllib.request.build_opener(*handlers).open(request, timeout=10):
+        with console.opened(url + path, {"authorization": f"Bearer {key}"}, within_s=10):
             pass
     except urllib.error.HTTPError as error:
         if error.code == 404 and arguments.model:

@@ -460,11 +460,11 @@ class ExactCache:
             for partition in await self._partitions(purge):
                 async for batch in self._matching(purge, partition):
                     # a wording has no answer of its own; its text may be what is asked for
-                    answers = [one for one in batch if not one.about.of or purge.text is not None]
+                    answers = [entry for entry in batch if not entry.about.of or purge.text is not None]
                     samples += answers[: _SAMPLE_MAX - len(samples)]
-                    removed, freed = len(answers), sum(one.size_bytes for one in batch)
+                    removed, freed = len(answers), sum(entry.size_bytes for entry in batch)
                     if not is_dry_run:
-                        gone, freed = await self._store.purge(partition, [one.exact for one in batch])
+                        gone, freed = await self._store.purge(partition, [entry.exact for entry in batch])
                         removed = min(gone, removed)
                     count, size = count + removed, size + freed
             if not is_dry_run:
