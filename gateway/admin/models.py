@@ -901,6 +901,10 @@ class MissCauseOut(_Out):
     cause: str = Field(description="documents, context, new, vetoes, doubt, loading, ...")
     count: int
     share: float = Field(description="of the model's misses that were counted")
+    repeats: int = Field(
+        description="of them, whose last words the team had asked this model before, among those counted"
+    )
+    repeats_microusd: int = Field(description="what those cost: the most that mending the cause would have saved")
     advice: str = Field(description="what to do about it")
     example: MissExampleOut = Field(description="the latest one, if possible with a text")
 
