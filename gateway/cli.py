@@ -1,4 +1,4 @@
-"""The command line: `sameway serve | check-config | reconcile | run`, and `worker`, which the
+"""The command line: `sameway serve | check-config | reload | reconcile | run`, and `worker`, which the
 supervisor starts.
 
 Knows no requests. Invariant: no heavy module is imported before the command is known, so `serve`
@@ -17,6 +17,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,14 @@ def command_parser() -> argparse.ArgumentParser:
     run.add_argument("command", nargs="+", metavar="-- COMMAND", help="the tool and its arguments")
     run.set_defaults(run=_run)
 
+    reload = commands.add_parser(
+        "reload",
+        help="have the gateway of this host read its configuration again, without a restart",
+        description="Exit status: 0 it is in use, 1 no gateway runs there, 2 it is wrong and nothing has changed.",
+    )
+    _add_settings(reload)
+    reload.set_defaults(run=_reload)
+
     _add_reconcile(commands)
 
     worker = commands.add_parser("worker")  # one gateway process; started by the supervisor
@@ -98,10 +107,14 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="the default engine's model: a GGUF file, a checkpoint folder or a hub name")
 
 
+def _file(arguments: argparse.Namespace) -> Path | None:
+    environ: str = os.environ.get("SAMEWAY_CONFIG", "")
+    return arguments.config or (Path(environ) if environ else None)
+
+
 def _settings(arguments: argparse.Namespace, load: Callable[..., Settings] = load_settings) -> Settings:
-    config = arguments.config or (Path(os.environ["SAMEWAY_CONFIG"]) if os.environ.get("SAMEWAY_CONFIG") else None)
     return load(
-        config,
+        _file(arguments),
         model=arguments.model,
         host=arguments.host,
         port=arguments.port,
@@ -118,9 +131,33 @@ def _serve(arguments: argparse.Namespace) -> int:
     os.umask(0o077)  # files of the gateway hold prompts and keys; its children inherit it
     settings = prepare(_settings(arguments))
     try:
-        return asyncio.run(Supervisor(settings).run())
+        again = partial(_settings, arguments, check_settings)
+        return asyncio.run(Supervisor(settings, again, _file(arguments)).run())
     except OSError as error:  # the supervisor writes nowhere else, and retries what it cannot start
         raise SettingsError(f"data_dir: {error.filename or settings.data_dir}: {error.strerror}") from None
+
+
+def _reload(arguments: argparse.Namespace) -> int:
+    from gateway import control
+
+    settings = _settings(arguments)  # a wrong file is told without a gateway
+    try:
+        answer = asyncio.run(control.ask(settings.control_socket, _RELOAD_S, "reload", why="`sameway reload`"))
+    except OSError as error:
+        where = settings.data_dir.absolute()
+        return _refused(
+            f"no gateway of {where} answers ({error or 'it takes too long'}): start one, or name its --data-dir", 1
+        )
+    if "error" in answer:
+        print(f"sameway: the configuration was not changed\n{_indent(answer['error'])}", file=sys.stderr)
+        return 2
+    for name, how in answer["changes"].items():
+        print(f"{name}: {how}")
+    print("The configuration is in use." if answer["changes"] else "Nothing has changed.")
+    return 0
+
+
+_RELOAD_S = 60.0
 
 
 def _check_config(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import ipaddress
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -852,6 +852,25 @@ class Settings(_Section):
             wrong.append(f"{where}: found without a secret, expected SAMEWAY_ALERTS_SECRET in the environment")
         return wrong
 
+    def adopt(self, settings: "Settings") -> None:
+        """Take the values of `settings`, in this object and in its sections.
+
+        Whoever holds this object or a section of it sees all of them at once. Only for an object of
+        one's own: the sections of others may be shared.
+        """
+        # decision: settings-in-place
+        for name in Settings.model_fields:
+            mine, value = getattr(self, name), getattr(settings, name)
+            if isinstance(mine, _Section):
+                mine.__dict__.update(value.__dict__)
+            else:
+                self.__dict__[name] = value
+
+    @property
+    def engines_used(self) -> list[str]:
+        """The engines that a deployment uses."""
+        return sorted({d.engine for model in self.models.values() for d in model.deployments if d.engine})
+
     @property
     def names(self) -> list[str]:
         """The names that requests may use as `model`."""
@@ -892,6 +911,11 @@ class Settings(_Section):
     def engine_socket(self, name: str) -> Path:
         """The socket of an engine worker."""
         return self.run_dir / f"engine-{name}.sock"
+
+    @property
+    def control_socket(self) -> Path:
+        """The socket of the supervisor."""
+        return self.run_dir / "control.sock"
 
     @property
     def cache_socket(self) -> Path:
@@ -948,6 +972,50 @@ _URLS = {
 
 
 SECTIONS: tuple[type[BaseModel], ...] = tuple(reversed(_Section.__subclasses__()))
+
+
+FIXED = frozenset(
+    {"host", "port", "workers", "data_dir", "redis_url", "database_url", *SECRETS, "is_metrics_open", "trusted_proxies"}
+    | {"public_path", "client_stall_s", "log_format", "log_prompts", "redis_timeout_ms", "batches.files_url"}
+    | {"cache.is_semantic", "cache.l1_bytes_max"}
+)
+"""The settings that change by a restart alone; so do those of an engine that is kept."""
+
+
+def differences(before: Settings, after: Settings) -> dict[str, str]:
+    """What changes from one configuration to another: by the setting's path, in words. No value of a
+    model's is shown, as a header may hold a key.
+    """
+    changes: dict[str, str] = {}
+    for name in Settings.model_fields:
+        old, new = getattr(before, name), getattr(after, name)
+        if isinstance(old, dict):
+            for key in (*old, *(key for key in new if key not in old)):
+                if old.get(key) != new.get(key):
+                    changes[f"{name}.{key}"] = "added" if key not in old else "removed" if key not in new else "changed"
+        elif isinstance(old, _Section):
+            for inner in type(old).model_fields:
+                if getattr(old, inner) != getattr(new, inner):
+                    changes[f"{name}.{inner}"] = _from_to(inner, getattr(old, inner), getattr(new, inner))
+        elif old != new:
+            changes[name] = "changed" if name in SECRETS else _from_to(name, old, new)
+    return changes
+
+
+def _from_to(name: str, old: object, new: object) -> str:
+    return "changed" if name.endswith("_url") else f"from {old!r} to {new!r}"
+
+
+def refuse_fixed(changes: Mapping[str, str]) -> None:
+    """Raise SettingsError if one of `changes` needs a restart; it names each."""
+    wrong = [f"{name}: it changes by a restart alone" for name in changes if name in FIXED]
+    wrong += [
+        f"{name}: the settings of an engine change by a restart alone; give the new one a name of its own, "
+        "and the old one ends with its last request"
+        for name, how in changes.items()
+        if name.startswith("engines.") and how == "changed"
+    ]
+    refuse_settings(wrong, [])
 
 
 NEAR_SIMILARITY_MIN = 0.6  # below, the nearest cached prompt is about something else

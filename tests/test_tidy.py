@@ -26,8 +26,9 @@ EXPORTS_MAX = 20
 ROOMS = {
     "gateway": (
         "gateway", "__main__", "cli", "worker", "supervisor", "reconcile", "app",
-        "admin", "api", "batches", "alerts", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
-        "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "settings",
+        "admin", "api", "batches", "alerts", "reload", "learning", "telemetry", "pipeline", "journey", "deployments", "backends",
+        "accounts",
+        "wire", "transport", "exceptions", "loggers", "control", "config_file", "data_dir", "settings",
         "reserved",
     ),
     "cache": (
@@ -52,9 +53,9 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2400, "gateway/accounts": 2810, "gateway/admin": 3290, "gateway/alerts": 440, "gateway/api": 4290,
-    "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1750, "gateway/journey": 3120,
-    "gateway/learning": 1530, "gateway/reconcile": 610, "gateway/telemetry": 1880, "gateway/transport": 800,
+    "gateway": 2790, "gateway/accounts": 2810, "gateway/admin": 3320, "gateway/alerts": 440, "gateway/api": 4290,
+    "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1800, "gateway/journey": 3120,
+    "gateway/learning": 1540, "gateway/reconcile": 610, "gateway/telemetry": 1890, "gateway/transport": 800,
     "gateway/wire": 2200, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1270,
     "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,

@@ -23,6 +23,7 @@ BUDGET_RESET = "budget_reset"
 LEDGER_CORRECTED = "ledger_corrected"
 LEDGER_DROPPED = "ledger_dropped"
 BATCH_CANCELLED = "batch_cancelled"
+CONFIG_RELOADED = "configuration_reloaded"
 USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
 """The use of a deployment after an action; empty: in use."""
 

@@ -18,7 +18,17 @@ from fastapi.security import APIKeyCookie, HTTPBearer
 from starlette.routing import BaseRoute
 
 from gateway.accounts.parquet import ParquetFile
-from gateway.admin import budgets, cache_views, misses, models, operations, savings_views, teams, verifier_views, views
+from gateway.admin import (
+    budgets,
+    cache_views,
+    misses,
+    models,
+    operations,
+    savings_views,
+    teams,
+    verifier_views,
+    views,
+)
 from gateway.admin.guard import COOKIE, ApiRoute, check_query
 from gateway.admin.pages import page_routes
 from gateway.admin.parts import AdminParts, WorkerParts
@@ -118,6 +128,7 @@ def _add_machine(api: APIRouter) -> None:
     api.get("/cache/certificate")(cache_views.certificate)
     api.post("/cache/certificate", status_code=201)(cache_views.certify)
     api.post("/answer", dependencies=_SECRET)(cache_views.answer)
+    api.post("/config/reload")(operations.reload)
     api.get("/audit")(cache_views.audit)
     api.post("/feedback")(cache_views.feedback)
 
