@@ -1,5 +1,5 @@
-"""The command line: `sameway serve | check-config | reload | reconcile | run`, and `worker`, which the
-supervisor starts.
+"""The command line: `sameway serve | check-config | reload | reconcile | backup | restore | run |
+completion`, and `worker`, which the supervisor starts.
 
 Knows no requests. Invariant: no heavy module is imported before the command is known, so `serve`
 starts fast.
@@ -8,6 +8,7 @@ starts fast.
 import argparse
 import asyncio
 import contextlib
+import functools
 import http.client
 import io
 import json
@@ -16,8 +17,7 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,18 @@ def command_parser() -> argparse.ArgumentParser:
     reload.set_defaults(run=_reload)
 
     _add_reconcile(commands)
+    for name, help in (
+        ("backup", "write accounts, ledger, files and secrets of this installation, and its configuration, to a file"),
+        ("restore", "fill an empty database and data directory from such a file"),
+    ):
+        archive = commands.add_parser(name, help=help)
+        archive.add_argument("file", type=Path, help="the archive, which has the admin's key: keep it as a secret")
+        _add_settings(archive)
+        archive.set_defaults(run=functools.partial(_archive, is_backup=name == "backup"))
+
+    completion = commands.add_parser("completion", help="print a script that completes these commands in a shell")
+    completion.add_argument("shell", choices=("bash", "zsh"))
+    completion.set_defaults(run=_completion)
 
     worker = commands.add_parser("worker")  # one gateway process; started by the supervisor
     worker.add_argument("--address", required=True, help="the IP address to listen on")
@@ -107,14 +119,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="the default engine's model: a GGUF file, a checkpoint folder or a hub name")
 
 
-def _file(arguments: argparse.Namespace) -> Path | None:
-    environ: str = os.environ.get("SAMEWAY_CONFIG", "")
-    return arguments.config or (Path(environ) if environ else None)
-
-
 def _settings(arguments: argparse.Namespace, load: Callable[..., Settings] = load_settings) -> Settings:
     return load(
-        _file(arguments),
+        _config_path(arguments),
         model=arguments.model,
         host=arguments.host,
         port=arguments.port,
@@ -124,6 +131,12 @@ def _settings(arguments: argparse.Namespace, load: Callable[..., Settings] = loa
     )
 
 
+def _config_path(arguments: argparse.Namespace) -> Path | None:
+    named = os.environ.get("SAMEWAY_CONFIG")
+    path: Path | None = arguments.config or (Path(named) if named else None)
+    return path
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     from gateway.data_dir import prepare
     from gateway.supervisor import Supervisor
@@ -131,8 +144,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     os.umask(0o077)  # files of the gateway hold prompts and keys; its children inherit it
     settings = prepare(_settings(arguments))
     try:
-        again = partial(_settings, arguments, check_settings)
-        return asyncio.run(Supervisor(settings, again, _file(arguments)).run())
+        again = functools.partial(_settings, arguments, check_settings)
+        return asyncio.run(Supervisor(settings, again, _config_path(arguments)).run())
     except OSError as error:  # the supervisor writes nowhere else, and retries what it cannot start
         raise SettingsError(f"data_dir: {error.filename or settings.data_dir}: {error.strerror}") from None
 
@@ -176,7 +189,7 @@ def _check_config(arguments: argparse.Namespace) -> int:
             print(f"verifier of {verifier.line}")
     for line in _dialects(settings) if arguments.explain else ():
         print(line)
-    counts = _count(settings.models, "model"), _count(settings.engines, "local engine")
+    counts = _count(len(settings.models), "model"), _count(len(settings.engines), "local engine")
     print(f"The configuration is good: {', '.join(counts)}.")
     return 0
 
@@ -262,6 +275,44 @@ def _reconcile(arguments: argparse.Namespace) -> int:
     return reconcile(_settings(arguments), arguments)
 
 
+def _archive(arguments: argparse.Namespace, *, is_backup: bool) -> int:
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from gateway.accounts.backup import Manifest, back_up, restore
+    from gateway.accounts.database import Database
+    from gateway.accounts.errors import AccountsError
+
+    settings, config = _settings(arguments), _config_path(arguments)
+
+    async def run() -> Manifest:
+        database = Database(settings.sql_url)
+        try:
+            if is_backup:
+                await database.check()
+                return await back_up(database, settings.data_dir, config, arguments.file)
+            return await restore(database, settings.data_dir, arguments.file)
+        finally:
+            await database.close()
+
+    try:
+        manifest = asyncio.run(run())
+    except (AccountsError, OSError, SQLAlchemyError) as error:
+        return _refused((str(error).splitlines() or [type(error).__name__])[0], 1)
+    rows = ", ".join(_count(manifest.rows[name], noun) for name, noun in _COUNTED.items())
+    print(f"{'Backed up' if is_backup else 'Restored'} {rows}: {arguments.file}")
+    return 0
+
+
+_COUNTED = {"teams": "team", "keys": "key", "budgets": "budget", "ledger": "ledger row"}
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(command_parser(), shell=arguments.shell))
+    return 0
+
+
 def _worker(arguments: argparse.Namespace) -> int:
     with _absent("rich", "better_exceptions"):  # structlog's console renderer takes 7 MB; no worker uses it
         import structlog  # noqa: F401
@@ -282,8 +333,8 @@ def _absent(*names: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-def _count(things: Collection[str], noun: str) -> str:
-    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _indent(text: str) -> str:

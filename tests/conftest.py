@@ -32,6 +32,7 @@ hypothesis.settings.load_profile("sameway")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only tests without a marker of tests/marks.py")
+    parser.addoption("--long", action="store_true", help="tests marked `long`, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,6 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(service)
     if config.getoption("--quick"):
         items[:] = [item for item in items if not any(map(item.get_closest_marker, MARKERS))]
+    if not config.getoption("--long"):
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
 def pytest_collection_finish() -> None:

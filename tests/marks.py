@@ -16,6 +16,7 @@ MARKERS: dict[str, tuple[str, ...]] = {
     "browser": ("admin/test_browser.py",),
     "slow": (  # processes, models, compilers, waits, many examples: files of over three seconds of CPU
         "accounts/test_accounts.py",
+        "accounts/test_backup.py",
         "accounts/test_database.py",
         "accounts/test_holdings.py",
         "accounts/test_ledger.py",

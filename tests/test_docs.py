@@ -232,7 +232,7 @@ def test_sample_configurations_pass_the_check(
 @pytest.mark.parametrize("name", TEXTS)
 def test_sample_commands_can_run(name: str) -> None:
     """What a document calls on a command line is there: commands with their options, benches, a request's route and fields."""
-    for line in "\n".join(_fences(TEXTS[name], "console")).splitlines():
+    for line in "\n".join(_fences(TEXTS[name], "console")).replace("\\\n", " ").splitlines():
         match shlex.split(line.partition("$ ")[2], comments=True):
             case ["./run", "bench", bench, *_]:
                 assert (ROOT / f"bench/{bench}.py").exists(), line

@@ -5,6 +5,7 @@ No container is started here; where docker-compose or promtool is installed, the
 
 from __future__ import annotations
 
+import configparser
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gateway.cli import command_parser, main
 from gateway.config_file import load_settings
 from gateway.deployments.alias import ABSENCES
 from gateway.telemetry.metric_names import DEFINITIONS, MetricKind
@@ -352,3 +354,40 @@ def test_docker_compose_accepts_it(tmp_path: Path) -> None:
     )
     assert bare.returncode != 0
     assert "example.env" in bare.stderr
+
+
+def test_the_unit_of_systemd_starts_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its command parses, its variables are settings, its limit on open files and on the end suffice."""
+    unit = configparser.RawConfigParser(strict=False)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(DEPLOY / "sameway.service")
+    service = unit["Service"]
+    program, *arguments = service["ExecStart"].split()
+    assert program.endswith("/bin/sameway")
+    assert command_parser().parse_args(arguments).config == Path("/etc/sameway/sameway.yaml")
+    variables = dict(one.split("=", 1) for one in service["Environment"].split())
+    for name in [name for name in os.environ if name.startswith("SAMEWAY_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SAMEWAY_DATA_DIR", variables["SAMEWAY_DATA_DIR"])
+    settings = load_settings(None)
+    assert settings.data_dir == Path("/var/lib") / service["StateDirectory"]
+    assert settings.shutdown_grace_s < int(service["TimeoutStopSec"])
+    assert int(service["LimitNOFILE"]) >= 65_536
+
+
+def test_a_shell_completes_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In bash `sameway re` offers what begins so, and `sameway backup --da` its option."""
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "sameway"
+    script.write_text(capsys.readouterr().out)
+    (function,) = re.findall(r"complete -o \w+ -F (\w+) sameway", script.read_text())
+    ask = f"source {script}; COMP_WORDS=($WORDS); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); {function}; echo ${{COMPREPLY[@]}}"
+
+    def offered(words: str) -> set[str]:
+        done = subprocess.run(
+            ["bash", "-c", ask], env={**os.environ, "WORDS": words}, capture_output=True, text=True, check=True
+        )
+        return set(done.stdout.split())
+
+    assert offered("sameway re") >= {"reconcile", "restore"}
+    assert offered("sameway backup --da") == {"--data-dir"}

@@ -100,6 +100,7 @@ def test_the_package_shows_how_it_is_used(capsys: pytest.CaptureFixture[str]) ->
     assert "Paris" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_logits_and_greedy_tokens_equal_transformers(engine: Engine, theirs: Any) -> None:
     """The same prompt gives the same log probabilities to rounding, and the same tokens."""
     prompt = engine.tokenizer.encode_chat(CHAT, None)
@@ -115,6 +116,7 @@ def test_logits_and_greedy_tokens_equal_transformers(engine: Engine, theirs: Any
     assert run(engine)[id] == answer[0, len(prompt) :].tolist()[:7]
 
 
+@pytest.mark.long
 def test_tokens_equal_transformers(engine: Engine) -> None:
     """The tokenizer built from the file's metadata agrees with the one transformers builds, chat included.
 

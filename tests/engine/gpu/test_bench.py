@@ -21,6 +21,7 @@ def _on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAMEWAY_TRITON", "1")  # the bench sets it, and it must not outlive the test
 
 
+@pytest.mark.long
 def test_phases_that_fail_are_named_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Real processes: one on a device that is not there fails, one has no time; rows that came are in the file."""
     path = tmp_path / "rows"
@@ -50,6 +51,7 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "AssertionError" in found[0].note
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phase", ["engine", "transformers"])
 def test_systems_are_measured_beside_the_floor_and_each_other(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model gives a row for each load, and rows give the ratios that are asked for."""

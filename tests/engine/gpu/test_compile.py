@@ -9,10 +9,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 SHARED_BYTES_MAX = 227 << 10  # of a Hopper multiprocessor, per block
 SPILLED_BYTES_MAX = 128  # of a thread
 
 
+@pytest.mark.long
 def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     """In bfloat16, for the head sizes of large and odd models, with Triton's own assembler; steps of other sizes than those
     that were compiled for need no kernel more."""

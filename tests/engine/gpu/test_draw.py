@@ -29,7 +29,7 @@ params = st.builds(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(wishes=st.lists(params, min_size=1, max_size=4), seed=st.integers(0, 1000), is_ahead=st.booleans())
 def test_the_kernel_draws_what_the_sampler_draws(wishes: list[SamplingParams], seed: int, is_ahead: bool) -> None:
     """Ids and log probabilities, of rows picked from among others, also at a draft's second place."""

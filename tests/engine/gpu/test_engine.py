@@ -57,6 +57,7 @@ def test_graphs_are_checked_before_they_are_used(
     assert not steps.graphs
 
 
+@pytest.mark.long
 def test_an_overlapped_engine_with_drafts_and_seeds_answers_as_torch_does(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

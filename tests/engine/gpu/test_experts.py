@@ -37,6 +37,7 @@ def test_each_row_gets_what_it_chose(rows: int, experts: int, per_token: int, se
     torch.testing.assert_close(found, expert_by_expert(x, gate_up, down, chosen, shares), atol=1e-2, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_a_mixture_is_captured_and_answers_as_naively(
     make_engine: Callable[..., Engine], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
