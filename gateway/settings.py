@@ -198,6 +198,21 @@ class PriceSettings(_Section):
     such as `service_tier: 2`"""
 
 
+class ApiKeySettings(_Section):
+    env: str | None = None
+    """the environment variable that holds the key"""
+    file: Path | None = None
+    """or the file that holds it, read again when it changes"""
+    weight: int = Field(1, ge=1, le=1_000)
+    """its part of the requests, beside the other keys'"""
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> "ApiKeySettings":
+        if (self.env is None) == (self.file is None):
+            raise ValueError("expected one of `env` and `file`")
+        return self
+
+
 class DialectSettings(_Section):
     length: Literal["max_tokens", "max_completion_tokens"] | None = None
     """the field that bounds a chat's answer; default: by the provider and the model, else
@@ -249,6 +264,11 @@ class DeploymentSettings(_Section):
     both are read again every 5 s"""
     api_key_env: str | None = None
     """the environment variable that holds the provider's key"""
+    api_key_file: Path | None = None
+    """or the file that holds it, read again when it changes, as Vault's agents and Kubernetes write it"""
+    api_keys: list[ApiKeySettings] = Field([], max_length=100)
+    """or several keys, which take turns by their weights; one that the provider refuses (401, 403)
+    rests alone for a minute, and the request goes on with the next"""
     headers: dict[str, str] = {}
     """openai, anthropic: further headers sent with each request"""
     price: PriceSettings | None = None
@@ -324,6 +344,8 @@ class DeploymentSettings(_Section):
             wrong.append("a local deployment needs `engine`")
         if self.backend == "openai" and not ((self.base_url or self.replicas) and self.model):
             wrong.append("an openai deployment needs `base_url` and `model`, or `replicas` and `model`")
+        if sum(map(bool, (self.api_key_env, self.api_key_file, self.api_keys))) > 1:
+            wrong.append("expected one of `api_key_env`, `api_key_file` and `api_keys`")
         wrong += self._wrong_replicas()
         wrong += [
             f"identity_headers: found {name!r} from {source!r}, expected a header's name and `team`, `key`, `user`, `session` or `tag:NAME`"
@@ -926,6 +948,13 @@ class Settings(_Section):
 def is_pattern(alias: str) -> bool:
     """Whether an alias takes every name: `*`, or each name after a prefix, as `openai/*`."""
     return alias == "*" or alias.endswith("/*")
+
+
+def keys_of(deployment: DeploymentSettings) -> list[ApiKeySettings]:
+    """Where the provider's keys are."""
+    if deployment.api_key_env or deployment.api_key_file:
+        return [ApiKeySettings(env=deployment.api_key_env, file=deployment.api_key_file)]
+    return deployment.api_keys
 
 
 def _wrong_pattern(where: str, alias: str, deployment: DeploymentSettings) -> list[str]:

@@ -53,8 +53,8 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2830, "gateway/accounts": 2950, "gateway/admin": 3320, "gateway/alerts": 440, "gateway/api": 4290,
-    "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1800, "gateway/journey": 3120,
+    "gateway": 2850, "gateway/accounts": 2950, "gateway/admin": 3320, "gateway/alerts": 440, "gateway/api": 4290,
+    "gateway/backends": 3100, "gateway/batches": 1210, "gateway/deployments": 1800, "gateway/journey": 3120,
     "gateway/learning": 1540, "gateway/reconcile": 610, "gateway/telemetry": 1890, "gateway/transport": 800,
     "gateway/wire": 2200, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1270,
     "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,

@@ -199,7 +199,7 @@ def _inherited(deployment: Deployment, old: Deployment) -> Deployment:
     return deployment
 
 
-_SERVER = ("backend", "base_url", "engine", "model", "api_key_env", "headers")
+_SERVER = ("backend", "base_url", "engine", "model", "api_key_env", "api_key_file", "api_keys", "headers")
 
 
 def _replica(
