@@ -641,6 +641,12 @@ class TriedOut(_Out):
     cost_microusd: int
 
 
+class ChangesOut(_Out):
+    """What has changed in the configuration, by the setting's path; empty where nothing has."""
+
+    changes: dict[str, str]
+
+
 class DeploymentFacts(_Out):
     name: str
     group: str = Field("", description="the deployment whose replica it is; else its own name")
