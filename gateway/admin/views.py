@@ -303,6 +303,7 @@ async def status(parts: WorkerParts) -> models.StatusOut:
             last_hour=summary,
             truths=parts.truth.live,
             unverified=[verifier.line for verifier in assigned(parts.settings) if not verifier.deployment],
+            refused=parts.configuration.refused,
         ),
     )
 

@@ -429,6 +429,21 @@ async def test_why_prompts_do_not_hit(world: World, client: httpx.AsyncClient) -
     assert "other questions" in found["causes"][0]["advice"]
 
 
+async def test_what_would_save_most_comes_first(world: World, client: httpx.AsyncClient) -> None:
+    """What was asked again, of the same model by the same team, with its cost; the first asking could not be a hit."""
+    asked = (("a", 1, "p"), ("a", 1, "p"), ("a", 2, "p"), ("a", 1, "q"), ("b", 1, "p"), ("a", 1, ""), ("a", 1, ""))
+    for number, (alias, team_id, prompt_id) in enumerate(asked):
+        facts: Any = {"alias": alias, "team_id": team_id, "prompt_id": prompt_id, "miss_reason": "far"}
+        world.stats.add(miss(request_id=f"req_{number}", cost_microusd=10, **facts))
+    for number in range(3):
+        facts = {"alias": "c", "prompt_id": "r", "miss_reason": "documents", "cost_microusd": 100}
+        world.stats.add(miss(request_id=f"req_c{number}", **facts))
+    await world.stats.flush()
+    causes = (await client.get("/admin/api/cache/misses")).json()["causes"]
+    told = [(one["model"], one["cause"], one["repeats"], one["repeats_microusd"]) for one in causes]
+    assert told == [("c", "documents", 2, 200), ("a", "new", 1, 10), ("b", "new", 0, 0)]
+
+
 async def test_the_ledger_in_pages_and_as_csv(world: World, client: httpx.AsyncClient) -> None:
     """Pages join without a gap, filters narrow both, and the CSV has every row with its time in ISO form."""
     for number in range(7):
