@@ -156,7 +156,7 @@ def _admin(port: int, path: str, body: dict[str, Any]) -> Any:
 
 def _role_of(command: str) -> str:
     for role, mark in (
-        ("redis", "redis-server"),
+        ("redis", "redis.sock"),
         ("cache", "cache.worker"),
         ("engine", "local_engine"),
         ("gateway", " worker "),

@@ -521,11 +521,17 @@ async def test_the_ledger_is_summed_by_user_and_tag(world: World, client: httpx.
     [row] = (await client.get("/admin/api/ledger?session=run-1&region=eu")).json()["rows"]
     [region] = (await client.get("/admin/api/ledger/sums?by=region")).json()["sums"]
     assert (row["cost_microusd"], row["session"], region["region"], region["cost_microusd"]) == (9, "run-1", "eu", 9)
+    [[rest, run], [own]] = [
+        (await client.get(f"/admin/api/ledger/sums?{query}")).json()["sums"]
+        for query in ("by=session", "by=day,team,model&session=run-1")
+    ]
+    assert [(run[n], own[n]) for n in ("session", "requests", "cost_microusd")] == [("run-1", None), (1, 1), (9, 9)]
+    assert (rest["session"], rest["requests"], own["day"], own["model"]) == ("", 4, "2040-05-17", "small")
     for query in (
         "by=user,model",
         "by=user,tag",
         "by=region,tag",
-        "session=run-1",
+        "by=session,user",
         "by=tag&key_id=1",
         "by=nothing",
         "by=user,",
