@@ -26,7 +26,7 @@ from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut
 from gateway.admin.parts import AdminParts
 from gateway.admin.queries import GROUPS, CacheKind, RouteFilter, RouteOutcome
-from gateway.settings import NEAR_SIMILARITY_MIN
+from gateway.settings import NEAR_SIMILARITY_MIN, is_pattern
 from gateway.telemetry.summary import StatsWindow
 from gateway.wire.errors import NotFound
 
@@ -93,6 +93,11 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
             parts=[part for part in parts.healths() if part.name not in {view.name for view in views_of_deployments}],
             **form,
         )
+
+    @router.get("/playground")
+    async def playground(request: Request) -> Response:
+        names = [name for name in parts.settings.models if not is_pattern(name)]
+        return pages.render(request, "playground.html", models=names)
 
     @router.get("/deployments")
     async def deployments(request: Request) -> Response:
