@@ -56,6 +56,7 @@ CASES = {
     "embedders": Case("embedders", path="/embeddings", model="all-minilm-l6-v2"),
     "parquet": Case("parquet", _LEDGER),
     "s3": Case("s3", {"batches": {"files_url": "s3://bucket/prefix"}}),
+    "otel": Case("otel", {"traces": {"endpoint": "{provider}/traces"}}),
     "semantic,engine": Case("semantic,engine", {"models": None}, model="smollm2-135m-instruct"),
     "all": Case("all", _LEDGER),
 }
@@ -181,7 +182,7 @@ def run(name: str, dist: Path, folder: Path, provider: str) -> str:
     settings = {"models": {"m": {"deployments": [deployment | given]}}}
     settings |= {key: value for key, value in case.settings.items() if key not in deployment}
     text = json.dumps({key: value for key, value in settings.items() if value is not None})
-    (home / "sameway.yaml").write_text(text.replace("{home}", str(home)[1:]))
+    (home / "sameway.yaml").write_text(text.replace("{home}", str(home)[1:]).replace("{provider}", provider))
     began = time.monotonic()
     with _serving(sameway, home, "--config", "sameway.yaml") as (url, key):
         said = _ask(url, key, case)
