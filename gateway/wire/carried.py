@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from gateway.wire.reader import THOUGHTS
+
 T = TypeVar("T")
 
 _MARK = "sameway1."
-_TEXTS = ("reasoning_content", "reasoning", "reasoning_text", "thinking")
-_LISTS = ("reasoning_details", "thinking_blocks")
+*_TEXTS, _DETAILS = THOUGHTS
+_LISTS = (_DETAILS, "thinking_blocks")
 _OF_CALLS = frozenset({"index", "id", "type", "function", "custom"})  # which every surface has
 _GROWING = ("text", "summary", "thinking")  # of an entry of a list
 

@@ -35,7 +35,7 @@ _ENDS = {
 }
 
 # where servers put a model's reasoning; who uses two of them says the same in both
-_THOUGHTS = ("reasoning_content", "reasoning", "reasoning_text", "thinking", "reasoning_details")
+THOUGHTS = ("reasoning_content", "reasoning", "reasoning_text", "thinking", "reasoning_details")
 _TEXT_FIELDS = ("text", "thinking", "content", "summary")
 _ACTS = frozenset({"tool_calls", "function_call", "audio", "images", "content_blocks"})  # what a text may lack
 
@@ -47,8 +47,8 @@ def end_of(reason: str) -> str:
 
 def said(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The texts of a delta or message as they were written, each a "thought", a "text" or a "refusal"."""
-    thoughts = (text for name in _THOUGHTS if (text := _text_of(message.get(name))))
-    if not message.keys().isdisjoint(_THOUGHTS) and (thought := next(thoughts, "")):
+    thoughts = (text for name in THOUGHTS if (text := _text_of(message.get(name))))
+    if not message.keys().isdisjoint(THOUGHTS) and (thought := next(thoughts, "")):
         yield "thought", thought
     content = message.get("content")
     for part in content if isinstance(content, list) else (content,):
