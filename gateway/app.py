@@ -337,7 +337,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     for end in (learning.aclose, pipeline.drain, learning.stop):  # the last one first
         stack.push_async_callback(end)
     background = Background(pipeline, stored_responses, memory, link, partial(metrics.add, m.BACKGROUND_RESPONSES, 1))
-    writer = LedgerWriter(link, ledger, budgets, kept_days=settings.ledger.kept_days)
+    writer = LedgerWriter(link, ledger, budgets, settings=settings.ledger)
     watch = HealthMonitor(
         settings, link, accounts, writer=writer, semantic=semantic, fleet=fleet, money=money, pipeline=pipeline
     )

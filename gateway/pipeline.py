@@ -19,8 +19,7 @@ and 10 settles it. 5 sets the context that 6 and 10 use. What becomes of a reque
     miss                   7, 8, 9, and 10 settles the hold and stores the answer, if it is eligible
     refusal in 1 to 5      `answer` raises, the endpoint calls `finish` to record it; `look` releases
                            the claim of stage 4
-    refusal in 6 to 8      the flight ends with the error, and 10 releases the hold and the claim; so
-                           does a request for `only-if-cached` that no entry answers
+    refusal in 6 to 8      the flight ends with the error, and 10 releases the hold and the claim
     failure before a chunk the next deployment, round or fallback (9); else the error's HTTP status
     failure after it       another deployment goes on with the text, or the stream ends with an error
     client gone            its reader leaves; the last to leave cancels the task of 6 to 9, and 10

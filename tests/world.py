@@ -897,10 +897,6 @@ class World:
         """Whether a breaker of a deployment is open."""
         return self._deployment(deployment).health.is_resting
 
-    def is_available(self, deployment: str) -> bool | None:
-        """Whether a deployment answers, by its last call."""
-        return self._deployment(deployment).is_available
-
     def is_probed_elsewhere(self, deployment: str) -> None:
         """Another worker has the right to probe a deployment, as long as it rests."""
 
@@ -913,6 +909,10 @@ class World:
         """Requests of three callers fail at a deployment."""
         for caller in "abc":
             self._deployment(deployment).health.failed(Asker("chat:", caller))
+
+    def is_available(self, deployment: str) -> bool | None:
+        """Whether a deployment answers; None before its first answer."""
+        return self._deployment(deployment).is_available
 
     def _deployment(self, name: str) -> Deployment:
         (found,) = [one for one in self._pipeline.fleet.deployments if one.name == name]

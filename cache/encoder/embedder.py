@@ -55,7 +55,7 @@ def open_embedder(name: str = DEFAULT, device: str = "auto", threads: int = 1, p
         raise FileNotFoundError(f"no embedder at {path}")
     shown_name = _DEFAULT_NAME if name == DEFAULT else path.name if path.exists() else name
     if device == "auto":
-        device = "cuda" if has_cuda() else "cpu"
+        device = "cuda" if importlib.util.find_spec("sentence_transformers") and has_cuda() else "cpu"
     if device == "cpu" and path.is_dir() and importlib.util.find_spec("openvino") is not None:
         plan = read_plan(path)
         if plan is not None:
@@ -75,8 +75,13 @@ class SentenceEmbedder:
     """
 
     def __init__(self, path: Path, shown_name: str, device: str, threads: int = 1) -> None:
-        import torch
-        from sentence_transformers import SentenceTransformer
+        try:
+            import torch
+            from sentence_transformers import SentenceTransformer
+        except ModuleNotFoundError as error:
+            raise FileNotFoundError(
+                f"{path.name} is no plain BERT for a CPU, and needs {error.name}: install `sameway[embedders]`"
+            ) from None
 
         if device == "cpu":
             torch.set_num_threads(threads)

@@ -6,6 +6,7 @@ Knows no keys and no namespaces. Imports torch only if the driver's device exist
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 def has_cuda() -> bool:
     """Whether torch can use a GPU. torch is imported only if the driver's device exists."""
-    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
+    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")) or not find_spec("torch"):
         return False
     import torch
 

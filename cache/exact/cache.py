@@ -450,7 +450,7 @@ class ExactCache:
 
     async def purge(self, purge: Purge, is_dry_run: bool = False) -> PurgeResult:
         """Remove the matching entries, here, in Redis and in every other process, or only count
-        them.
+        them. Their wordings go with them, and count in the size alone.
 
         Raises CacheUnavailable: then a part may be gone, and purging again finishes the work.
         """
@@ -459,12 +459,14 @@ class ExactCache:
         with _needs_redis:
             for partition in await self._partitions(purge):
                 async for batch in self._matching(purge, partition):
-                    samples += batch[: _SAMPLE_MAX - len(samples)]
-                    if is_dry_run:
-                        count, size = count + len(batch), size + sum(one.size_bytes for one in batch)
-                    else:
-                        removed, freed = await self._store.purge(partition, [one.exact for one in batch])
-                        count, size = count + removed, size + freed
+                    # a wording has no answer of its own; its text may be what is asked for
+                    answers = [entry for entry in batch if not entry.about.of or purge.text is not None]
+                    samples += answers[: _SAMPLE_MAX - len(samples)]
+                    removed, freed = len(answers), sum(entry.size_bytes for entry in batch)
+                    if not is_dry_run:
+                        gone, freed = await self._store.purge(partition, [entry.exact for entry in batch])
+                        removed = min(gone, removed)
+                    count, size = count + removed, size + freed
             if not is_dry_run:
                 await self._purges.announce(purge)
         return PurgeResult(count, size, tuple(samples))

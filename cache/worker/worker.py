@@ -22,7 +22,6 @@ import itertools
 import logging
 import os
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -41,7 +40,7 @@ from cache.verdicts.judges import Judgement, Ruling
 from cache.worker import messages as wire
 from cache.worker.options import WorkerOptions
 from cache.worker.queue import SpareTime, fitting
-from ipc import IncomingCall, RpcServer, add_options, options_from
+from ipc import IncomingCall, RpcServer, add_options, log_to_stderr, options_from
 
 if TYPE_CHECKING:
     from cache.semantic.cache import SemanticCache
@@ -413,9 +412,7 @@ def main(argv: list[str] | None = None) -> int:
         ("TQDM_DISABLE", "1"),
     ):
         os.environ.setdefault(name, value)  # read when the libraries are imported
-    logging.basicConfig(
-        level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    log_to_stderr(logging.WARNING, "%(asctime)s %(levelname)s %(name)s %(message)s")
     _log.setLevel(logging.INFO)
     with contextlib.suppress(KeyboardInterrupt):
         return uvloop.run(Worker(options).run(), loop_factory=Loop)

@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.accounts import schema
 from gateway.accounts.ledger import COLUMNS, Ledger, LedgerFilter, flat_row
-from gateway.accounts.months import HOUR_MS
+from gateway.accounts.months import HOUR_MS, unwritten
 from gateway.accounts.parquet import VERSION, ParquetFile
 from gateway.loggers import get_logger
 from gateway.transport.contents import Contents
@@ -29,7 +29,6 @@ from policies.redis import RedisCommands
 _LEASE = "sameway:{money}:ledger:files"
 _LEASE_MS = 300_000
 _LATE_MS = 300_000  # most rows of an hour are there by then
-_HOURS_BACK = 31 * 24  # older files are final: their rows may be gone, as `ledger.kept_days` says
 _LOOK_EVERY_S = 30.0
 _PAGE = 5_000
 
@@ -58,20 +57,18 @@ class LedgerFiles:
         return 0.0 if is_written else _LOOK_EVERY_S
 
     async def step(self) -> bool:
-        """Write the files of the oldest hour that has changed. Returns whether there was one.
+        """Write the files of the latest hour that has changed. Returns whether there was one.
 
         Raises OSError, and sqlalchemy's errors.
         """
-        end = int(self._clock() * 1000 - _LATE_MS) // HOUR_MS
-        is_over = _marks.c.hour.between(end - _HOURS_BACK, end - 1)
-        changed = sa.select(_marks.c.hour, _marks.c.changes).where(is_over, _marks.c.exported < _marks.c.changes)
         database = self._ledger.database
-        hours = await database.rows(changed.order_by(_marks.c.hour).limit(1))
-        for hour, changes in hours:  # of before the read: a later row counts as a change again
+        mark = await unwritten(database, int(self._clock() * 1000 - _LATE_MS))
+        if mark is not None:
+            hour, changes = mark  # of before the read: a later row counts as a change again
             await self._write("ledger", hour, tuple(COLUMNS), self._rows(hour))
             await self._write("hits", hour, tuple(_hits.c.keys()), self._hits(hour))
             await database.write(sa.update(_marks).where(_marks.c.hour == hour).values(exported=changes))
-        return bool(hours)
+        return mark is not None
 
     async def _write(self, kind: str, hour: int, columns: tuple[str, ...], rows: AsyncIterator[dict[str, Any]]) -> None:
         at = datetime.fromtimestamp(hour * HOUR_MS // 1000, UTC)

@@ -29,6 +29,7 @@ from gateway.accounts import months
 from gateway.accounts.ledger import Ledger
 from gateway.accounts.row import HitsRow, LedgerRow, decode_row
 from gateway.loggers import get_logger
+from gateway.settings import LedgerSettings
 from policies import Budgets
 from policies.budgets import LockLost
 from policies.holds import LEDGER_LOCK, LEDGER_SET_ASIDE, LEDGER_STREAM
@@ -89,8 +90,8 @@ class _StreamEntry:
 class LedgerWriter:
     """Writes the ledger's stream to SQL: `run` it until cancelled, or call `step`.
 
-    `clock` gives unix seconds; `token` must differ between writers. Months that ended `kept_days`
-    ago are removed; None: none.
+    `clock` gives unix seconds; `token` must differ between writers. Months that ended
+    `ledger.kept_days` ago are removed, with `files_url` once the ledger's files have their rows.
     """
 
     redis: RedisCommands
@@ -100,7 +101,7 @@ class LedgerWriter:
     clock: Callable[[], float] = time.time
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     restate_every_s: float = 60.0
-    kept_days: int | None = None
+    settings: LedgerSettings = field(default_factory=LedgerSettings)
     stats: WriterStats = field(default_factory=WriterStats)
     _restated_at_s: float | None = None
     _forgot_at_s: float = -_FORGET_EVERY_S
@@ -142,8 +143,11 @@ class LedgerWriter:
             self._restated_at_s = now_s
         if now_s - self._forgot_at_s >= _FORGET_EVERY_S:
             self._forgot_at_s = now_s
-            for month in await months.forget(self.ledger.database, int(now_s * 1000), self.kept_days):
-                _log.info("ledger_month_dropped", month=month, kept_days=self.kept_days)
+            now_ms, database = int(now_s * 1000), self.ledger.database
+            for month in await months.forget(
+                database, now_ms, self.settings.kept_days, must_be_in_files=self.settings.files_url is not None
+            ):
+                _log.info("ledger_month_dropped", month=month, kept_days=self.settings.kept_days)
         return True
 
     async def backlog(self) -> int:

@@ -1,9 +1,10 @@
 """The months of the ledger: partitions on PostgreSQL, made before their rows, and dropped whole.
 
-Knows no sums: those are kept for ever. SQLite keeps all months in one table, as a transaction over
-several files is not one after a power cut: there a month's rows are deleted a few at a time. Source
-of the locks: PostgreSQL documentation, "CREATE TABLE" and "Table Partitioning". Invariant: a month
-is removed whole, together with its row in the audit log, and only once all of its days are over.
+Knows no sums: those are kept for ever. Marks of files (`ledger_files.py`) are kept as long as rows.
+SQLite keeps all months in one table, as a transaction over several files is not one after a power
+cut: there a month's rows are deleted a few at a time. Source of the locks: PostgreSQL
+documentation, "CREATE TABLE" and "Table Partitioning". Invariant: a month is removed whole, together
+with its row in the audit log, and only once all of its days are over.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.accounts import schema
 from gateway.accounts.audit import LEDGER_DROPPED, AuditRow, inserted
 from gateway.accounts.database import Database, uncancelled
+from gateway.loggers import get_logger
 
 HOUR_MS = 3_600_000
 _TABLES = (schema.ledger, schema.ledger_hits)
@@ -24,6 +26,8 @@ _HOURS_KEPT = 40 * 24
 _REST = "rest"  # the partition of moments outside of any month that a clock can mean
 _FIRST, _END = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
 _ROWS_AT_ONCE = 5_000
+
+_log = get_logger()
 
 
 class Month(NamedTuple):
@@ -62,10 +66,16 @@ async def prepare(connection: AsyncConnection, database: Database, table: sa.Tab
 
 
 @uncancelled
-async def forget(database: Database, now_ms: int, kept_days: int | None) -> list[str]:
-    """Remove the months that ended `kept_days` ago, and old hours. Returns the names of the removed months."""
-    for hours in (schema.ledger_hours, schema.ledger_exports):
-        await database.write(sa.delete(hours).where(hours.c.hour < now_ms // HOUR_MS - _HOURS_KEPT), is_durable=False)
+async def forget(
+    database: Database, now_ms: int, kept_days: int | None, *, must_be_in_files: bool = False
+) -> list[str]:
+    """Remove the months that ended `kept_days` ago, and old hours. Returns the names of the removed months.
+
+    With `must_be_in_files` a month stays while an hour of it has changed since its file, and later ones
+    with it; a month that was removed before has files already.
+    """
+    hours = schema.ledger_hours
+    await database.write(sa.delete(hours).where(hours.c.hour < now_ms // HOUR_MS - _HOURS_KEPT), is_durable=False)
     oldest = month_of(now_ms - kept_days * 86_400_000) if kept_days is not None else None
     removed: list[str] = []
     while oldest is not None:
@@ -75,9 +85,32 @@ async def forget(database: Database, now_ms: int, kept_days: int | None) -> list
         month = month_of(first_ms)
         if month is None or month.start_ms >= oldest.start_ms:
             break
+        if must_be_in_files and await unwritten(database, month.end_ms, month.start_ms):
+            _log.warning(
+                "ledger_month_not_exported", month=month.name, consequence="its rows stay until its files have them"
+            )
+            break
         await _remove(database, month, now_ms)
         removed.append(month.name)
     return removed
+
+
+async def unwritten(database: Database, end_ms: int, start_ms: int = 0) -> tuple[int, int] | None:
+    """The latest hour of this time that has changed since its file, and its number of changes.
+
+    Those of removed months do not count: a file that is written now would lack the rows that are gone.
+    """
+    marks, audit = schema.ledger_exports.c, schema.audit.c
+    is_inside = marks.hour.between(start_ms // HOUR_MS, end_ms // HOUR_MS - 1)
+    changed = sa.select(marks.hour, marks.changes).where(is_inside, marks.exported < marks.changes)
+    for hour, changes in await database.rows(changed.order_by(marks.hour.desc()).limit(1)):
+        month = month_of(hour * HOUR_MS)
+        removed = sa.select(audit.id).where(
+            audit.action == LEDGER_DROPPED, audit.entry == (month.name if month else "")
+        )
+        if month is not None and not await database.rows(removed.limit(1)):
+            return hour, changes
+    return None
 
 
 def _first(table: sa.Table) -> sa.Select[tuple[int]]:
@@ -97,6 +130,9 @@ async def _remove(database: Database, month: Month, now_ms: int) -> None:
             await connection.execute(sa.text("SET LOCAL lock_timeout = '2s'"))
             for table in _TABLES:
                 await connection.execute(sa.text(f"DROP TABLE IF EXISTS {table.name}_{month.name}"))
+        hour = schema.ledger_exports.c.hour
+        inside = hour.between(month.start_ms // HOUR_MS, month.end_ms // HOUR_MS - 1)
+        await connection.execute(sa.delete(schema.ledger_exports).where(inside))
         audit = AuditRow(
             at_ms=now_ms,
             action=LEDGER_DROPPED,

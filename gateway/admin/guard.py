@@ -339,7 +339,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case accounts.AlreadyExists():
             return StateConflict(sentence(str(error)))
         case accounts.Invalid():
-            return BadRequest(sentence(str(error)), param=error.field, code="invalid_value")
+            return BadRequest(f"Invalid {error}", param=error.field, code="invalid_value")
         case RedisError() | CacheUnavailable():
             _log.warning("admin_without_redis", reason=str(error))
             return Unavailable("Redis does not answer; try again shortly", code="redis_unavailable")

@@ -9,7 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, Strict, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    JsonValue,
+    Strict,
+    create_model,
+)
 from pydantic_core import CoreSchema
 
 from cache.fingerprint import TEXT_CHARS_MAX
@@ -19,7 +28,7 @@ from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
 from gateway.accounts.ledger import COLUMNS
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Claim, Hedged, Rejection, Seam
-from gateway.journey.record import FIELDS, Record
+from gateway.journey.record import FIELDS, Record, Stage
 from gateway.learning.reports import ReportOutcome
 from gateway.telemetry.parts import GatewayPart
 from gateway.telemetry.summary import Percentiles, StatsWindow
@@ -170,8 +179,17 @@ class KeyPatch(_In):
     models: _Models | None = None
 
 
+_LIMITS = ("limit_microusd", "limit_tokens", "limit_requests")
+
+
+def _given(name: str) -> dict[str, JsonValue]:
+    return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+
+
 class BudgetIn(_In):
     """A new budget. Exactly one of the three limits is given; it sets the unit."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_given(name) for name in _LIMITS]})
 
     window: Annotated[WindowKind, Strict(False)]
     limit_microusd: _Limit | None = Field(None, description="a limit of money, in millionths of a dollar")
@@ -394,6 +412,7 @@ class JudgingOut(_Out):
 
 _Rejection = Annotated[Rejection, _Flat("RejectionOut")]
 _Attempt = Annotated[Attempt, _Flat("AttemptOut", without=("is_refusal", "is_denial"))]
+_Stage = Annotated[Stage, _Flat("StageOut", without=("attempt",))]
 _Seam = Annotated[Seam, _Flat("SeamOut")]
 _Claim = Annotated[Claim, _Flat("ClaimOut")]
 _Hedge = Annotated[Hedged, _Flat("HedgeOut")]
@@ -416,6 +435,7 @@ taken) or `failed` (any other 5xx, and a 424).""",
         hedge=_Hedge | None,
         seams=list[_Seam],
         claims=list[_Claim],
+        stages=list[_Stage],
     ),
 ]
 

@@ -128,6 +128,8 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             is_filtered=where != RouteFilter(),
             choices=await views.route_choices(parts),
             models=parts.settings.names,
+            prices={one.name: one for one in parts.deployments()},
+            advice={reason: misses.CAUSES[cause] for reason, cause in misses.CAUSE_OF.items()},
         )
 
     @router.get("/savings")

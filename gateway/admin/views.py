@@ -39,7 +39,7 @@ from gateway.deployments.alias import Alias
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.verifiers import assigned
-from gateway.journey.record import FIELDS, Record, flat
+from gateway.journey.record import FIELDS, Record, flat, stages_of
 from gateway.telemetry.buckets import KINDS, kind_of
 from gateway.telemetry.stats import Page
 from gateway.telemetry.summary import RequestTally, StatsWindow, Summary
@@ -149,7 +149,12 @@ _DEFAULTS = {name: field.default for name, field in FIELDS.items() if field.defa
 def _routes(page: Page) -> models.RoutesOut:
     """The records, each with its kind."""
     routes = [
-        {**_DEFAULTS, **flat(record), "kind": kind_of(record.cache.source, record.ended.status, record.ended.error)}
+        {
+            **_DEFAULTS,
+            **flat(record),
+            "kind": kind_of(record.cache.source, record.ended.status, record.ended.error),
+            "stages": msgspec.to_builtins(stages_of(record)),
+        }
         for record in page.records
     ]
     return {"routes": routes, "cursor": page.cursor}

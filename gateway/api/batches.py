@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from gateway.api.endpoint import Call, ObjectEndpoint, after_of, limit_of, listed
 from gateway.batches.batches import Batches
-from gateway.batches.files import check_expiry
+from gateway.batches.files import EXPIRES_S
 from gateway.batches.lines import v1_of
 from gateway.batches.work import ENDPOINTS
 from gateway.pipeline import Pipeline
@@ -28,8 +28,8 @@ Metadata = Annotated[
 
 
 class _Expiry(msgspec.Struct):
-    anchor: str
-    seconds: int
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=EXPIRES_S[0], le=EXPIRES_S[1])]
 
 
 class BatchRequest(msgspec.Struct):
@@ -77,7 +77,7 @@ class BatchesEndpoint(ObjectEndpoint):
                 code="invalid_value",
             )
         expiry, key = request.output_expires_after, call.identity.key
-        kept_s = check_expiry(expiry.anchor, expiry.seconds) if expiry is not None else None
+        kept_s = None if expiry is None else expiry.seconds
         batch = await self._batches.create(
             key.team_id, key.id, request.endpoint, request.input_file_id, request.metadata, kept_s
         )

@@ -7,6 +7,7 @@ and one record; a stream that fails after its first chunk ends with an error eve
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from cache.fingerprint import FIELDS
 from gateway.accounts import Identity
 from gateway.api import asgi
 from gateway.api.endpoint import Call
-from gateway.api.headers import EVENT_STREAM, JSON, answer_headers, base_headers, cost_header, media_headers
+from gateway.api.headers import EVENT_STREAM, answer_headers, base_headers, cost_header, media_headers
 from gateway.api.input_files import NAMES_FILES, with_files
 from gateway.api.provider_ids import NamedObjects, apart_from_cache
 from gateway.batches.files import Files
@@ -113,7 +114,11 @@ class AnswerEndpoint:
 
     def renderer(self, turn: Turn, call: Call) -> Renderer:
         """The renderer of the answer in OpenAI's shape."""
-        return PlainRenderer() if self._kind.is_plain else CompletionRenderer(self._pipeline.exact, turn.wants_usage)
+        if self._kind.is_plain:
+            return PlainRenderer()
+        options = turn.body.get("stream_options")
+        is_bare = options is not None and options.get("include_obfuscation") is False
+        return (UnpaddedCompletion if is_bare else CompletionRenderer)(self._pipeline.exact, turn.wants_usage)
 
     async def body(self, call: Call) -> bytes:
         """The body, once no object that it names belongs to another team. Raises ApiError."""
@@ -183,8 +188,7 @@ class AnswerEndpoint:
         body = renderer.whole(chunks, reply.served)
         if renderer.is_kept:
             await renderer.keep()
-        media = reply.media if reply.turn.kind.is_plain else ""
-        first = media_headers(media) if media else [JSON]
+        first = media_headers(reply.media if reply.turn.kind.is_plain else "")
         status = reply.reader.status if reply.reader is not None else 200
         await asgi.send_whole(send, status, [*first, *answer_headers(reply), *cost_header(reply)], body)
 
@@ -337,6 +341,21 @@ class CompletionRenderer(Renderer):
 
     def failed(self, error: ApiError) -> bytes:
         return frame(error.body())
+
+
+class UnpaddedCompletion(CompletionRenderer):
+    """The same without the padding of OpenAI's chunks, for `stream_options.include_obfuscation: false`."""
+
+    __slots__ = ()
+
+    def replay(self, entry: Entry) -> bytes:
+        return _PADDING.sub(b"", super().replay(entry))
+
+    def events(self, chunks: Sequence[Chunk]) -> bytes:
+        return _PADDING.sub(b"", super().events(chunks))
+
+
+_PADDING = re.compile(rb',\s*"obfuscation":\s*"[^"]*"')  # no text in JSON has an unescaped quote
 
 
 class PlainRenderer(Renderer):

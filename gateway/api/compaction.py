@@ -65,13 +65,12 @@ class Compact(Responses):
         summed |= {"input": [*items, {"role": "user", "content": _ASK}], "tool_choice": "none"}
         if not request.tools:
             del summed["tool_choice"]
-        # every compaction asks the same, so that only an equal conversation may have its answer
-        given_cache = body.get("cache") or {}
-        summed["cache"] = {**given_cache, "error_max": 0} if isinstance(given_cache, dict) else given_cache
         _, _, sent, kind = await as_sent(summed, self._memory, call.identity, self._pipeline)
         turn = read_turn(sent, call.headers, call.arrival, kind, metadata=body.get("metadata"))
+        # every compaction asks the same, so that only an equal conversation may have its answer
+        controls = msgspec.structs.replace(turn.controls, error_max=0.0)
         shown = self._memory.named([item for item in items if item.get("role") == "user"])
-        return turn, _Compacted(
+        return msgspec.structs.replace(turn, controls=controls), _Compacted(
             (ResponseRenderer if kind is CHAT else PassedResponseRenderer)(summed, call.arrival), shown
         )
 

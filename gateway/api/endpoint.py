@@ -134,7 +134,7 @@ class ObjectEndpoint(ABC):
 
 # -- what a team keeps here: files, batches, responses, conversations
 
-_ID = re.compile(r"[a-z]+[-_][0-9a-f]{32}")
+ID = re.compile(r"[a-z]+[-_][0-9a-f]{32}")
 
 
 def page_of(objects: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def limit_of(query: Mapping[str, str], usual: int, most: int) -> int:
 def after_of(query: Mapping[str, str], name: str = "after") -> str:
     """The id that precedes the page of `query`; empty for the first page. Raises BadRequest."""
     after = query.get(name, "")
-    if after and not _ID.fullmatch(after):
+    if after and not ID.fullmatch(after):
         raise _wrong(name, after, "an id of the list")
     return after
 
@@ -163,10 +163,10 @@ def one_of(query: Mapping[str, str], name: str, allowed: Sequence[str]) -> str:
     """The value of the field `name` of `query`, one of `allowed`; empty if missing. Raises
     BadRequest.
     """
-    value = query.get(name, "")
-    if value and value not in allowed:
-        raise _wrong(name, value, f"one of {', '.join(allowed)}")
-    return value
+    value = query.get(name)
+    if value not in (None, *allowed):
+        raise _wrong(name, str(value), f"one of {', '.join(allowed)}")
+    return value or ""
 
 
 def _wrong(name: str, value: str, expected: str) -> BadRequest:

@@ -28,8 +28,10 @@ _MEDIA = ("audio/", "text/plain", "text/vtt", "application/json", "application/o
 
 def media_headers(media: str) -> Headers:
     """The headers of a plain answer with a deployment's content type; an unlisted type is sent as
-    bytes.
+    bytes, and a whole answer without one is JSON.
     """
+    if not media:
+        return [JSON]
     if media.startswith("text/event-stream"):
         return EVENT_STREAM
     shown = media if media.lower().startswith(_MEDIA) else "application/octet-stream"

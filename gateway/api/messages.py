@@ -520,7 +520,9 @@ def _no_such_block(block: Any, where: str, expected: str) -> BadRequest:
     return BeyondChat(where, words)
 
 
-class _ClientTool(msgspec.Struct, kw_only=True):
+class ClientTool(msgspec.Struct, kw_only=True):
+    """A function that the client runs."""
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] = msgspec.field(name="input_schema")
@@ -531,7 +533,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     """A client's tool as a function. A tool of another type is reserved and stays unchanged."""
     if tool.get("type") not in (None, "custom"):
         return tool
-    client_tool: _ClientTool = convert(tool, _ClientTool, where)
+    client_tool: ClientTool = convert(tool, ClientTool, where)
     told = {name for name, value in tool.items() if value is not None and (name, value) != _BY_MODELS}
     if further := told - _TOOL_FIELDS - _TOOL_HINTS:
         raise _no_such_field(where, min(further))

@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from gateway.api.batches import BatchRequest
+from gateway.api.endpoint import ID
 from gateway.api.feedback import FeedbackRequest
 from gateway.api.front import Endpoint, Routes, operation
 from gateway.api.message_batches import MessageBatchRequest
-from gateway.api.messages import MessageRequest, PromptRequest
-from gateway.api.responses import ResponseRequest
+from gateway.api.messages import ClientTool, MessageRequest, PromptRequest
+from gateway.api.responses import ONLY, InputItem, ResponseRequest
 from gateway.api.stored_responses import ConversationRequest, ItemsRequest, MetadataRequest
 from gateway.api.tokens import DetokenizeRequest
 from gateway.batches.files import EXPIRES_S, INPUT, INPUTS
@@ -39,11 +40,13 @@ _SHAPES = (
     ChatRequest,
     CompletionRequest,
     ResponseRequest,
+    InputItem,
     ConversationRequest,
     MetadataRequest,
     ItemsRequest,
     MessageRequest,
     PromptRequest,
+    ClientTool,
     MessageBatchRequest,
     *(shape for name, shape in PLAIN_SHAPES.items() if name in _PLAIN),
     FeedbackRequest,
@@ -52,43 +55,60 @@ _SHAPES = (
     DetokenizeRequest,
 )
 _REF = "#/components/schemas/"
-_TOKENS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-_PROMPT: dict[str, Any] = {
-    "description": "a text, token ids, or a list of either",
-    "anyOf": [
-        {"type": "string"},
-        _TOKENS,
-        {"type": "array", "minItems": 1, "maxItems": PROMPTS_MAX, "items": {"type": "string"}},
-        {"type": "array", "minItems": 1, "maxItems": PROMPTS_MAX, "items": _TOKENS},
-    ],
-}
+
+
+def _object(*needed: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "object", "required": [*needed], "properties": fields}
+
+
+def _list(items: dict[str, Any], **bounds: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, **bounds}
+
+
+def _only(*values: Any) -> dict[str, Any]:
+    return {"enum": [*values, None]}
+
+
+def _closed(**fields: Any) -> dict[str, Any]:
+    """An object with these fields alone, or null."""
+    return {"type": ["object", "null"], "additionalProperties": False, "properties": fields}
+
+
+def _where(name: str, *values: str | None, then: dict[str, Any]) -> dict[str, Any]:
+    """What holds too `then`, where a field has one of these values."""
+    return {"if": {"properties": {name: {"enum": [*values]}}}, "then": then}
+
+
+_STRING, _NULL = {"type": "string"}, {"type": "null"}
 _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_TOKENS = _list({"type": "integer", "minimum": 0}, minItems=1)
+_OF_EITHER = "a text, token ids, or a list of either"
+_PROMPT: dict[str, Any] = {
+    "description": _OF_EITHER,
+    "anyOf": [_STRING, _TOKENS, *(_list(one, minItems=1, maxItems=PROMPTS_MAX) for one in (_STRING, _TOKENS))],
+}
 _INPUT: dict[str, Any] = {
-    "description": "a text, token ids, or a list of either",
-    "anyOf": [
-        _TEXT,
-        _TOKENS,
-        {"type": "array", "minItems": 1, "maxItems": INPUTS_MAX, "items": _TEXT},
-        {"type": "array", "minItems": 1, "maxItems": INPUTS_MAX, "items": _TOKENS},
-    ],
+    "description": _OF_EITHER,
+    "anyOf": [_TEXT, _TOKENS, *(_list(one, minItems=1, maxItems=INPUTS_MAX) for one in (_TEXT, _TOKENS))],
 }
-# an assistant's message may have tool calls, a refusal or audio instead of content
-_CONTENT: dict[str, Any] = {
-    "if": {"properties": {"role": {"enum": sorted(SPEAKERS)}}},
-    "then": {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+_FILE: dict[str, Any] = {"type": "string", "contentMediaType": "application/octet-stream"}
+_NAMED: dict[str, Any] = {"not": _only("")}
+_CONTINUED: list[dict[str, Any]] = [
+    {"required": ["input"], "not": {"required": ["previous_response_id", "conversation"]}},
+    {"required": ["previous_response_id"], "properties": {"previous_response_id": _NAMED, "conversation": _NULL}},
+    {"required": ["conversation"], "properties": {"conversation": _NAMED, "previous_response_id": _only("")}},
+]
+# a compaction is whole, of what is there
+_COMPACTED: dict[str, Any] = {
+    "$ref": f"{_REF}ResponseRequest",
+    "properties": {"stream": _only(False), "background": _only(False), "conversation": _NULL},
+    "anyOf": [{"required": [name], "properties": {name: _NAMED}} for name in ("input", "previous_response_id")],
 }
-_TYPED: dict[str, Any] = {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}}
+_TYPED = _object("type", type=_STRING)
 _TOOL_CHOICE: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "object",
-            "required": ["type", "name"],
-            "properties": {"type": {"enum": ["function", "custom"]}, "name": {"type": "string"}},
-        },
-        {"type": "null"},
-    ]
+    "anyOf": [_STRING, _object("type", "name", type={"enum": ["function", "custom"]}, name=_STRING), _NULL]
 }
+_FORMATS = {"enum": ["text", "json_object", "json_schema"]}
 
 
 def _schemas() -> dict[str, Any]:
@@ -100,37 +120,65 @@ def _schemas() -> dict[str, Any]:
         .replace(f"{_REF}_".encode(), _REF.encode())
         .replace(b'"title":"_', b'"title":"')
     )
-    chat, response = schemas["ChatRequest"]["properties"], schemas["ResponseRequest"]["properties"]
-    shared = ("model", "stream", "temperature", "top_p", "user")
-    response |= {name: chat[name] for name in shared}
-    schemas["ResponseRequest"]["required"] = ["model"]
     for name in ("ChatRequest", "CompletionRequest", "ResponseRequest"):
-        schemas[name]["properties"]["cache"] = {"anyOf": [{"$ref": f"{_REF}CacheFields"}, {"type": "null"}]}
+        schemas[name]["properties"]["cache"] = {"anyOf": [{"$ref": f"{_REF}CacheFields"}, _NULL]}
     schemas["CompletionRequest"]["properties"]["prompt"] = _PROMPT
     schemas["CompletionRequest"]["properties"]["max_tokens"]["default"] = 16
     schemas["EmbeddingsRequest"]["properties"]["input"] = _INPUT
-    schemas["Message"] |= _CONTENT
-    schemas["ResponseFormat"]["properties"]["type"] = {"enum": ["text", "json_object", "json_schema"]}
+    # an assistant's message may have tool calls, a refusal or audio instead of content
+    content = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
+    schemas["Message"] |= _where("role", *sorted(SPEAKERS), then=content)
+    schemas["ResponseFormat"]["properties"]["type"] = _FORMATS
     schemas["Tool"] |= _TYPED | {"properties": schemas["Tool"]["properties"] | _TYPED["properties"]}
     schemas["DetokenizeRequest"]["required"] = ["tokens"]
-    response["input"] = {"anyOf": [one for one in response["input"]["anyOf"] if one["type"] != "null"]}
     schemas["BatchRequest"]["properties"]["endpoint"] = {"enum": [*ENDPOINTS]}
-    response["tools"] = {"anyOf": [{"type": "array", "items": _TYPED}, {"type": "null"}]}
-    response["tool_choice"] = _TOOL_CHOICE
+    _describe_responses(schemas)
+    _describe_messages(schemas)
+    for name in ("ImageEditRequest", "VariationRequest", "TranscriptionRequest", "TranslationRequest"):
+        fields = schemas[name]["properties"]
+        fields["stream"] = _only(True, False, 1, 0)
+        if "file" in fields:
+            fields["file"] = _FILE
+        if fields.pop("images", None):  # of JSON alone
+            fields |= {key: {"not": {"type": "array", "maxItems": 0}} for key in ("image", "mask", "image[]")}
+            schemas[name]["anyOf"] = [{"required": ["image"]}, {"required": ["image[]"]}]
     return schemas
 
 
-_ERROR: dict[str, Any] = {
-    "required": ["type", "message"],
-    "properties": {"type": {"type": "string"}, "message": {"type": "string"}, "details": {"type": "object"}},
-}
-SCHEMAS: dict[str, Any] = _schemas() | {
-    "MessageError": {
-        "type": "object",
-        "required": ["type", "error", "request_id"],
-        "properties": {"type": {"const": "error"}, "error": _ERROR, "request_id": {"type": "string"}},
-    }
-}
+def _describe_responses(schemas: dict[str, Any]) -> None:
+    chat, response = schemas["ChatRequest"]["properties"], schemas["ResponseRequest"]["properties"]
+    response |= {name: chat[name] for name in ("model", "stream", "temperature", "top_p", "user")}
+    response |= {name: _only(value) for name, (value, _) in ONLY.items()}
+    schemas["ResponseRequest"] |= {"required": ["model"], "anyOf": _CONTINUED}
+    for name in ("type", "content", "output"):  # a provider may know further ones
+        del schemas["InputItem"]["properties"][name]
+    lists = response["input"]["anyOf"] = [one for one in response["input"]["anyOf"] if one["type"] != "null"]
+    lists = [*lists, *schemas["ConversationRequest"]["properties"]["items"]["anyOf"]]
+    for items in [*lists, schemas["ItemsRequest"]["properties"]["items"]]:
+        if items["type"] == "array":
+            items["items"] = {"$ref": f"{_REF}InputItem"}
+    response["tools"] = {"anyOf": [_list(_TYPED), _NULL]}
+    response["tool_choice"] = _TOOL_CHOICE
+    known = {"context": _only("auto"), "mode": _only("standard")}
+    response["reasoning"] = _closed(effort={}, summary={}, generate_summary={}, **known)
+    response["text"] = _closed(verbosity={}, format={"anyOf": [_object("type", type=_FORMATS), _NULL]})
+
+
+def _describe_messages(schemas: dict[str, Any]) -> None:
+    schemas["Choice"] |= _where("type", "tool", then={"required": ["name"], "properties": {"name": _STRING}})
+    schemas["Thinking"]["properties"]["type"] = {"enum": ["enabled", "disabled", "adaptive"]}
+    tool = _where("type", "custom", None, then={"$ref": f"{_REF}ClientTool"}) | _object(
+        type={"type": ["string", "null"]}
+    )
+    text = _object("type", "text", type={"const": "text"}, text=_STRING)
+    for name in ("PromptRequest", "MessageRequest"):
+        schemas[name]["properties"]["tools"] = {"anyOf": [_list(tool), _NULL]}
+        schemas[name]["properties"]["system"] = {"anyOf": [_STRING, _list(text), _NULL]}
+
+
+_ERROR = _object("type", "message", type=_STRING, message=_STRING, details={"type": "object"})
+_MESSAGE_ERROR = _object("type", "error", "request_id", type={"const": "error"}, error=_ERROR, request_id=_STRING)
+SCHEMAS: dict[str, Any] = _schemas() | {"MessageError": _MESSAGE_ERROR}
 
 
 def _body(shape: type) -> dict[str, Any]:
@@ -145,6 +193,7 @@ def _on(summary: str, *names: str, body: dict[str, Any] | None = None, **how: An
     in_path = {"in": "path", "required": True, "schema": _TEXT}
     limit = {"type": "integer", "minimum": 1, "maximum": 1_000 if how.get("errors_of") == "Anthropic" else 100}
     queries: dict[str, Any] = {"limit": limit, "order": {"enum": ["asc", "desc"]}}
+    queries |= {key: {"type": "string", "pattern": f"^({ID.pattern})?$"} for key in ("after_id", "before_id")}
     others = {name: {"in": "query", "schema": queries.get(name, {"type": "string"})} for name in names}
     parameters = [{"name": name, **(in_path if name in _IN_PATHS else others[name])} for name in names]
     return {**operation(summary, body, **how), "parameters": parameters}
@@ -164,15 +213,17 @@ _TOKENIZE_BODY: dict[str, Any] = {
     },
 }
 
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _UPLOAD: dict[str, Any] = {
     "type": "object",
     "required": ["file", "purpose"],
     "properties": {
-        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "file": _FILE,
         "purpose": {"enum": [INPUT, *INPUTS]},
-        "expires_after[anchor]": {"enum": ["created_at"]},
-        "expires_after[seconds]": {"type": "integer", "minimum": EXPIRES_S[0], "maximum": EXPIRES_S[1]},
+        _ANCHOR: {"enum": ["created_at"]},
+        _SECONDS: {"type": "integer", "minimum": EXPIRES_S[0], "maximum": EXPIRES_S[1]},
     },
+    "dependentRequired": {_ANCHOR: [_SECONDS], _SECONDS: [_ANCHOR]},
 }
 
 
@@ -207,14 +258,14 @@ PATHS: dict[str, Any] = {
         )
     },
     "/v1/responses/input_tokens": {"post": operation("The tokens of a response's input", _body(ResponseRequest))},
-    "/v1/responses/compact": {"post": operation("A summary that replaces a conversation", _body(ResponseRequest))},
+    "/v1/responses/compact": {"post": operation("A summary that replaces a conversation", _COMPACTED)},
     "/v1/responses/{id}": {
         "get": _on("A kept response, or its events", "id", "stream", "starting_after", streams=True),
         "delete": _on("Delete a kept response", "id"),
     },
     "/v1/responses/{id}/cancel": {"post": _on("Cancel a response in the background", "id")},
     "/v1/responses/{id}/input_items": {"get": _on("The input of a kept response", "id", "limit", "order", "after")},
-    "/v1/conversations": {"post": operation("Create a conversation", _body(ConversationRequest))},
+    "/v1/conversations": {"post": operation("Create a conversation", _body(ConversationRequest), is_body_needed=False)},
     "/v1/conversations/{id}": {
         "get": _on("One conversation", "id"),
         "post": _on("Change a conversation's metadata", "id", body=_body(MetadataRequest)),

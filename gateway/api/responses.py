@@ -25,7 +25,7 @@ from gateway.api.headers import JSON, base_headers
 from gateway.api.memory import Item, Keeping, Memory, sendable
 from gateway.api.response_events import PassedResponseRenderer, ResponseRenderer, in_namespace
 from gateway.api.tokens import counted
-from gateway.journey.turn import Turn, read_turn
+from gateway.journey.turn import Turn, read_controls, read_turn
 from gateway.pipeline import Pipeline
 from gateway.wire.carried import is_signed, restore, unsealed
 from gateway.wire.errors import BadRequest, BeyondChat, shown
@@ -35,7 +35,7 @@ from gateway.wire.types import CHAT, RESPONSE, Kind
 _Content = str | list[dict[str, Any]]
 
 
-class _Item(msgspec.Struct):
+class InputItem(msgspec.Struct):
     """One item of `input`, of any supported kind."""
 
     type: str | None = None  # a message
@@ -120,7 +120,7 @@ _DROPPED = frozenset({"client_metadata", "max_tool_calls", "stream_options"})
 # fields of no chat completion, which go to a provider's Responses API alone
 _NO_CHATS = ("access_programs", "background_options", "context_management", "image")
 # the fields with one supported value, and the way out of another
-_ONLY: Mapping[str, tuple[Any, str]] = {
+ONLY: Mapping[str, tuple[Any, str]] = {
     "n": (1, "a response is one answer, so send a request for each, or use /v1/chat/completions"),
     "audio": (None, "a response is text here, so use /v1/chat/completions"),
     "prompt": (None, "no prompts are stored here, so send `instructions` and `input`"),
@@ -191,6 +191,7 @@ class InputTokens(ObjectEndpoint):
     async def answer(self, call: Call) -> Any:
         _, body = await self.body(call)
         alias = self.alias(call, convert(body, _ModelName).model)
+        read_controls("", body.get("cache"))
         _, _, sent, kind = await as_sent(body, self._memory, call.identity, self._pipeline)
         tokens = await counted(alias, msgspec.json.decode(sent), kind)
         return {"object": "response.input_tokens", "input_tokens": tokens}
@@ -206,7 +207,7 @@ async def as_sent(
     in its input. If `request_id` is given, that request locks its conversation. Raises ApiError
     with the invalid field.
     """
-    for name, (allowed, way) in _ONLY.items():
+    for name, (allowed, way) in ONLY.items():
         if body.get(name) not in (None, allowed):
             raise BeyondChat(name, f"`{name}` is not supported here: {way}")
     request: ResponseRequest = convert(body, ResponseRequest)
@@ -311,7 +312,7 @@ def checked_items(items: list[dict[str, Any]]) -> list[Item]:
     """`items` as the items of a conversation. Raises BadRequest with the invalid field."""
     for number, one in enumerate(items):
         where = f"items[{number}]"
-        item: _Item = convert(one, _Item, where)
+        item: InputItem = convert(one, InputItem, where)
         kind = item.type or "message"
         if kind not in ITEMS or kind == "item_reference":
             raise BeyondChat(f"{where}.type", f"Items of type `{kind[:100]}` are not supported here")
@@ -346,7 +347,7 @@ def _chat(body: Mapping[str, Any], request: ResponseRequest, messages: list[dict
         "logprobs": has_logprobs or None,
         "top_logprobs": request.top_logprobs if has_logprobs else None,
     }
-    known_fields = _DROPPED.union(_ONLY, ResponseRequest.__struct_fields__)
+    known_fields = _DROPPED.union(ONLY, ResponseRequest.__struct_fields__)
     shared = {name: value for name, value in body.items() if name not in known_fields}
     if not translated["tools"]:  # of chat completions, these go with tools only
         translated["parallel_tool_calls"] = None
@@ -449,7 +450,7 @@ def _messages(items: Sequence[Item], instructions: str | None, count_before: int
         if (kind := fields.get("type") or "message") not in ITEMS or kind == "item_reference":
             message = f"Items of type `{shown(str(kind))}` are not supported here: there are {', '.join(ITEMS)}"
             raise BeyondChat(f"{where}.type", f"{message}; leave out what another tool has left")
-        item: _Item = convert(fields, _Item, where)
+        item: InputItem = convert(fields, InputItem, where)
         match kind:
             case "message":
                 messages.append({"role": item.role or "user", "content": _content(item.content, f"{where}.content")})
@@ -485,7 +486,7 @@ def _messages(items: Sequence[Item], instructions: str | None, count_before: int
     return messages
 
 
-def _call(item: _Item) -> dict[str, Any]:
+def _call(item: InputItem) -> dict[str, Any]:
     """A call of a tool, without its id."""
     name = in_namespace(item.namespace, item.name)
     if item.type == "custom_tool_call":

@@ -49,7 +49,7 @@ class StoringChat(AnswerEndpoint):
             id = f"chatcmpl-{call.arrival.request_id.removeprefix('req_')}"
             put = partial(self._put, call, turn.body)
             return _StoredCompletion(self._pipeline.exact, turn.wants_usage, id, put)
-        return CompletionRenderer(self._pipeline.exact, turn.wants_usage)
+        return super().renderer(turn, call)
 
     async def _put(self, call: Call, body: Mapping[str, Any], whole: bytes) -> None:
         completion = {name: body.get(name) for name in _REPEATED.split()} | msgspec.json.decode(whole)

@@ -149,7 +149,7 @@ def _shown(conversation: Conversation) -> dict[str, Any]:
 
 
 def page_of(items: list[dict[str, Any]], after: str, limit: int, is_ascending: bool) -> dict[str, Any]:
-    """The page of `items`, which are in their order, that follows the item `after`. Raises BadRequest."""
+    """The page of `items`, which are in their order, that follows the item `after`. Raises NotFound."""
     ordered = items if is_ascending else items[::-1]
     start = next((place for place, item in enumerate(ordered, 1) if item["id"] == after), None)
     if after and start is None:
@@ -165,5 +165,5 @@ def page_asked(query: Mapping[str, str], usual_order: str = "desc") -> tuple[str
     return query.get("after", ""), limit_of(query, _LISTED, _LISTED_MAX), is_ascending
 
 
-def no_item(id: str) -> BadRequest:
-    return BadRequest(f"There is no item `{shown(id)}` in this list", param="after", code="invalid_value")
+def no_item(id: str) -> NotFound:
+    return NotFound(f"There is no item `{shown(id)}` in this list", param="after")

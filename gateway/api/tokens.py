@@ -17,7 +17,7 @@ from gateway.backends.local.backend import LocalBackend
 from gateway.backends.refusals import from_backend
 from gateway.deployments.alias import Alias
 from gateway.pipeline import Pipeline
-from gateway.wire.errors import BadRequest
+from gateway.wire.errors import BadRequest, NotFound
 from gateway.wire.requests import BYTES_PER_TOKEN_MAX, SHAPES, ChatRequest, convert
 from gateway.wire.types import CHAT, Kind
 
@@ -45,16 +45,17 @@ class _OfEngine(ObjectEndpoint):
 
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__(pipeline)
-        with_engine = [alias.name for alias in pipeline.fleet.aliases.values() if alias.has_engine]
-        self._default = with_engine[0] if len(with_engine) == 1 else None
+        self._with_engine = [alias.name for alias in pipeline.fleet.aliases.values() if alias.has_engine]
 
     async def named(self, call: Call) -> dict[str, Any]:
         """The body; if it names no model, `model` becomes the only alias with an engine. Raises
         ApiError.
         """
         _, body = await self.body(call)
-        if body.get("model") is None and self._default is not None:
-            body["model"] = self._default
+        if body.get("model") is None and len(self._with_engine) == 1:
+            body["model"] = self._with_engine[0]
+        if not self._with_engine:
+            raise NotFound("No model here has a local engine, whose tokens are known", param="model")
         return body
 
     def engine(self, call: Call, name: str, size: int, param: str) -> tuple[LocalBackend, int]:

@@ -36,6 +36,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     provider: str = ""
+    statuses: Mapping[str, int] = {}  # that its own codes of errors stand for
     length: str = MAX_TOKENS
     unknown: frozenset[str] = frozenset()
     unknown_in_messages: frozenset[str] = frozenset()
@@ -73,6 +74,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
             if origin or name == "length":
                 shown = ", ".join(map(str, sorted(value))) if isinstance(value, frozenset) else value
                 shown = ", ".join(map(str, value)) if isinstance(value, tuple) else shown
+                shown = ", ".join(f"{one} is {value[one]}" for one in value) if isinstance(value, dict) else shown
                 lines.append(f"{name}: {shown} ({origin or 'the default: servers know the older name'})")
         return lines
 
@@ -96,6 +98,22 @@ _NOT_MISTRALS = """
     safety_identifier prompt_cache_key prompt_cache_retention web_search_options
 """
 _NOT_IN_MISTRALS_MESSAGES = frozenset({"reasoning_content", "reasoning", "refusal", "annotations", "audio"})
+# "Prompt too long" keeps its words; what has none is another deployment's
+_MINIMAXS_STATUSES = {"1000": 500, "1001": 504, "1002": 429, "1004": 401, "1008": 402, "1024": 500, "1033": 500}
+_MINIMAXS_STATUSES |= dict.fromkeys(("1026", "1027", "2013"), 400)
+_ZHIPUS_STATUSES = {
+    **dict.fromkeys(("1000", "1001", "1002", "1003", "1004"), 401),
+    "1113": 402,
+    "1120": 503,
+    "1211": 404,
+    "1221": 404,
+    "1222": 404,
+    "1230": 500,
+    "1234": 500,
+    **dict.fromkeys(("1110", "1111", "1112", "1121", "1220", "1309", "1311"), 403),
+    **dict.fromkeys(("1210", "1212", "1213", "1214", "1215", "1261", "1301"), 400),
+    **dict.fromkeys(("1302", "1303", "1304", "1305", "1308", "1310", "1312", "1313"), 429),
+}
 _EFFORTS = ("low", "medium", "high")
 _CLAUDE = ("anthropic",)
 # As of 2026-11-27; a later rule wins. A source is a page of the provider, or a report with its refusal.
@@ -125,6 +143,10 @@ _RULES = (
           "console.groq.com/docs/openai: Currently Unsupported OpenAI Features", ("api.groq.com",)),
     _Rule({"provider": "Gemini", "tool_name": r"[a-zA-Z_][a-zA-Z0-9_.:-]{0,63}"},
           "its own refusal: github.com/cline/cline/issues/7339", ("generativelanguage.googleapis.com",)),
+    _Rule({"provider": "MiniMax", "statuses": _MINIMAXS_STATUSES}, "platform.minimaxi.com/docs/api-reference/errorcode",
+          ("minimax.io", "minimaxi.com"), kinds=("openai", "anthropic")),
+    _Rule({"provider": "Zhipu", "statuses": _ZHIPUS_STATUSES}, "docs.bigmodel.cn/cn/api/api-code; docs.z.ai/api-reference/api-code",
+          ("bigmodel.cn", "z.ai"), kinds=("openai", "anthropic")),
     _Rule({"cache_write_factors": (1.25, 2.0)}, "docs.anthropic.com: Prompt caching, Pricing",
           model="claude", kinds=("openai", "litellm", "anthropic")),
     _Rule({"cache_write_factors": (1.25, 1.25)}, "platform.openai.com: Prompt caching", model="gpt-5-6"),

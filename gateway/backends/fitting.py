@@ -40,6 +40,7 @@ IDLE: Mapping[str, Any] = {
 _JSON_TOOL = "json_answer"  # its arguments are the answer, where a server has no other JSON mode
 _JSON_MODE = {"type": "json_object"}
 _HASH_CHARS = 9
+_LETTERS = str.maketrans("0123456789", "ghijklmnop")  # a server may take no digits
 _LENGTHS, _CALLS = frozenset(LENGTHS), repeat("tool_calls")
 _NO_NAMES: dict[str, str] = {}
 
@@ -180,7 +181,7 @@ def _fits(pattern: str) -> Callable[[str], object]:
 
 def _short(name: str, pattern: str) -> str:
     """The longest beginning of `name` that fits together with its digest."""
-    digest = blake2b(name.encode("utf-8", "replace"), digest_size=8).hexdigest()[:_HASH_CHARS]
+    digest = blake2b(name.encode("utf-8", "replace"), digest_size=8).hexdigest()[:_HASH_CHARS].translate(_LETTERS)
     clean = re.sub(r"[^a-zA-Z0-9_-]", "_", name)
     for head in (f"{clean[:length]}_" for length in range(len(clean), 0, -1)):
         if _fits(pattern)(head + digest):

@@ -292,7 +292,7 @@ class ManagedStream:
         self._backend = backend
         self._request = request
         self._is_stream = request.is_stream and request.choices == 1
-        self._answer = PieceReader(request.request_id.removeprefix("req_"))
+        self._answer = PieceReader(request.request_id.removeprefix("req_"), request.body.get("tools"))
         self._finishes = FinishTracker(request.choices)
         self._litellm: Any = None  # set once the provider has the request
         self._source: Any = None  # litellm's stream

@@ -98,11 +98,14 @@ _WORDS = (
 _TITLE = re.compile(r"<(?:title|message)\b[^>]*>([^<]*)</", re.I)
 
 
+_NO_STATUSES: Mapping[str, int] = {}
+
+
 class UpstreamRefusal(msgspec.Struct, frozen=True):
     """A refusal as received. `secret` is the provider's key, which all texts must lack.
 
     `is_in_band`: it came inside a 200, and its `status` is derived from its words. `limits` are the
-    provider's headers about its rate limits.
+    provider's headers about its rate limits; `statuses` are those that its codes stand for.
     """
 
     status: int
@@ -111,13 +114,14 @@ class UpstreamRefusal(msgspec.Struct, frozen=True):
     secret: str = ""
     is_in_band: bool = False
     limits: Mapping[str, str] = {}
+    statuses: Mapping[str, int] = {}
 
 
 def refusal(refused: UpstreamRefusal) -> base.BackendError:
     """The error for a refused request."""
     error = error_fields(refused.body)
     codes = [str(error[key]).lower() for key in ("code", "type") if error.get(key)]
-    status = refused.status
+    status = refused.statuses.get(codes[0], refused.status) if codes else refused.status
     how = "in its answer" if refused.is_in_band else f"with HTTP {status}"
     detail = scrubbed(f"{how.removeprefix('with ')}: {_excerpt(refused.body)}".removesuffix(": "), refused.secret)
     said = scrubbed(" ".join(error.get("message", "").split())[:_DETAIL_CHARACTERS], refused.secret)
@@ -171,7 +175,7 @@ def _mark(status: int, error: dict[str, Any]) -> Mark | None:
     return None if mark is Mark.ABSENT and error.get("param") not in (None, "", "model") else mark
 
 
-def in_band(data: bytes, secret: str = "") -> base.BackendError | None:
+def in_band(data: bytes, secret: str = "", statuses: Mapping[str, int] = _NO_STATUSES) -> base.BackendError | None:
     """The error that `data`, inside a 200, tells of; its code or type gives the missing status.
 
     None if it tells of none: it has neither words nor a code.
@@ -182,7 +186,7 @@ def in_band(data: bytes, secret: str = "") -> base.BackendError | None:
     causes = (_status_of(error.get(name)) for name in ("code", "status", "type"))
     status = next(filter(None, causes), 500)
     body = msgspec.json.encode({"error": error})
-    return refusal(UpstreamRefusal(status, body, secret=secret, is_in_band=True))
+    return refusal(UpstreamRefusal(status, body, secret=secret, is_in_band=True, statuses=statuses))
 
 
 def _status_of(cause: Any) -> int:

@@ -1,6 +1,6 @@
 """Builds a deployment's backend, price, sizes and capabilities from its settings.
 
-Facts come from the settings, else by the model's name from litellm's table, else from the kind of
+Facts come from the settings, else by the model's name from the packaged table, else from the kind of
 backend. Connects to nothing and imports nothing heavy: `Backend.start` does.
 """
 
@@ -152,6 +152,7 @@ def build_backend(
         connect_timeout_s=deployment.connect_timeout_ms / 1000.0,
         connections_max=deployment.concurrency_max or SLOTS_DEFAULT,
         is_salted=deployment.is_salted,
+        statuses=facts.dialect.statuses,
         **common_arguments,
     )
 

@@ -16,6 +16,7 @@ from gateway.backends.base import Backend
 from gateway.backends.embedder import EmbedderBackend
 from gateway.deployments.alias import Alias
 from gateway.deployments.build import SLOTS_DEFAULT, Facts, build_backend, describe
+from gateway.deployments.catalog import PRICES, use
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.replicas import Replicas
 from gateway.deployments.slots import Slots
@@ -123,6 +124,7 @@ class Fleet:
 
 def build_fleet(settings: Settings, clock: Callable[[], float], embedder: SemanticClient) -> Fleet:
     """Build the fleet that the settings describe, unconnected. The caller owns `embedder`."""
+    use(settings.data_dir / PRICES)
     aliases, replicas = {}, dict[str, list[Replicas]]()
     for alias, model in settings.models.items():
         deployments = [_build(alias, d, settings, clock) for d in model.deployments if not d.replicas]

@@ -62,6 +62,7 @@ class Progress(msgspec.Struct):
     finish_reasons: list[str] = []
     usage: Usage | None = None
     chunks: list[Chunk] = []
+    opening: bytes = b""  # as it came, where the chunks' names are replaced
     ttft_ms: float | None = None
     is_complete: bool = False
     is_abandoned: bool = False  # the last reader left while the deployment was at work

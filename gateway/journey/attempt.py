@@ -227,7 +227,10 @@ class UpstreamCall(msgspec.Struct, frozen=True, eq=False):
         deployment.answers.add(answer)
         try:
             async for read in answer:
-                chunks = [restored(chunk, names) for chunk in read if chunk.data] if names else read
+                chunks = read
+                if names:
+                    progress.opening = progress.opening or read[0].native
+                    chunks = [restored(chunk, names) for chunk in read if chunk.data]
                 progress.add(chunks)
                 if progress.size_bytes > _ANSWER_BYTES_MAX:
                     raise BackendBroken("The deployment's answer is too long", detail=f"over {_ANSWER_BYTES_MAX} bytes")
@@ -247,6 +250,8 @@ class UpstreamCall(msgspec.Struct, frozen=True, eq=False):
             progress.end(error.detail[:300], is_refusal=is_refusal, is_denial=is_denial)
             return error
         except asyncio.CancelledError:
+            if progress.has_begun:  # a verifier's question ends with the word that decides
+                deployment.health.accepted(asker)
             deployment.health.cancelled(asker)
             progress.abandon()
             raise

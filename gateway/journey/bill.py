@@ -86,7 +86,8 @@ def _counted(tried: Try, alias: Alias, demand: Demand, cut_at: int | None) -> tu
         return (_NOTHING if has_unit else Usage(demand.prompt_tokens_max, output)), None
     may_reason = progress.has_begun if deployment.may_reason is None else deployment.may_reason
     said = progress.completion_tokens_at_least(deployment.tokens_per_ms if may_reason else 0.0)
-    native = progress.chunks[0].native if progress.chunks else b""  # Anthropic's first event counts the prompt
+    # Anthropic's first event counts the prompt
+    native = progress.opening or (progress.chunks[0].native if progress.chunks else b"")
     begun = counted_in(native).usage or Usage(prompt_tokens, 0)
     known_max = max(prompt_max, deployment.context_tokens_max or CONTEXT_UNKNOWN)
     return msgspec.structs.replace(begun, completion_tokens=said).within(known_max, output_max), None

@@ -260,7 +260,7 @@ def _entry_of(flight: Flight, spent: Spent, fresh_s: int, stale_s: int, *, is_fi
     fingerprint, controls = generation.looked.fingerprint, generation.turn.controls
     progress = generation.answered.progress
     duration_ms = int(progress.attempt.duration_ms if progress.attempt is not None else 0)
-    labels: dict[str, str | int] = {
+    labels: dict[str, str | int | None] = {
         "model": generation.alias.name,
         "deployment": progress.deployment,
         "cost_microusd": spent.answer_microusd,
@@ -268,17 +268,12 @@ def _entry_of(flight: Flight, spent: Spent, fresh_s: int, stale_s: int, *, is_fi
         "completion_tokens": spent.usage.completion_tokens,
         "duration_ms": duration_ms,
         **more_labels,
+        "baseline_microusd": spent.answer_baseline_microusd,
+        MAKER: maker_of(generation.turn.arrival.trace) or None,
+        FRESH_S: fresh_s if stale_s else None,
+        TAGS: "\n".join(controls.tags) or None,
+        ASKED: None if is_findable or fingerprint.text is None else digest_of(fingerprint.text),
     }
-    if spent.answer_baseline_microusd is not None:
-        labels["baseline_microusd"] = spent.answer_baseline_microusd
-    if maker := maker_of(generation.turn.arrival.trace):
-        labels[MAKER] = maker
-    if stale_s:
-        labels[FRESH_S] = fresh_s
-    if controls.tags:
-        labels[TAGS] = "\n".join(controls.tags)
-    if not is_findable and fingerprint.text is not None:
-        labels[ASKED] = digest_of(fingerprint.text)
     return Entry(
         partition=fingerprint.partition,
         exact=fingerprint.exact,
@@ -289,7 +284,7 @@ def _entry_of(flight: Flight, spent: Spent, fresh_s: int, stale_s: int, *, is_fi
         created_at=time.time(),
         ttl_s=float(fresh_s + stale_s),
         namespace=controls.namespace,
-        labels=labels,
+        labels={name: label for name, label in labels.items() if label is not None},
         # a second of waiting counts as a tenth of a cent
         saves=spent.answer_microusd + duration_ms,
     )

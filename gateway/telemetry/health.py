@@ -149,14 +149,11 @@ class HealthMonitor:
         redis = "; ".join(filter(None, (self._redis_error, self._redis_note)))
         is_starting = cache.state in (WorkerState.LOADING, WorkerState.REBUILDING)
         away = PartHealth.STARTING if is_starting else PartHealth.DOWN
+        worker = GatewayPart(_CACHE_WORKER, PartHealth.OK if cache.is_ready else away, detail)
         return [
             GatewayPart("redis", PartHealth.DOWN if self._redis_error else PartHealth.OK, redis),
             GatewayPart("database", PartHealth.DOWN if self._database_error else PartHealth.OK, self._database_error),
-            GatewayPart(
-                _CACHE_WORKER,
-                PartHealth.OK if cache.is_ready else away,
-                detail,
-            ),
+            *([worker] if self.settings.needs_cache_worker else ()),
             *self._engine(),
             *(self._part(deployment) for deployment in self.fleet.deployments),
         ]

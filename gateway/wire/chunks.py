@@ -43,6 +43,7 @@ class EntryOfCall(msgspec.Struct, gc=False):
 
 class _Delta(msgspec.Struct, gc=False):
     content: str | list[Any] | None = None
+    usage: Any = None  # of proxies
     refusal: Any = None
     reasoning_content: Any = None
     reasoning: Any = None
@@ -57,7 +58,7 @@ class _Delta(msgspec.Struct, gc=False):
 
     def has_content(self) -> bool:
         """Whether it has visible content besides `content`."""
-        return any(msgspec.structs.astuple(self)[1:])
+        return any(msgspec.structs.astuple(self)[2:])
 
 
 class _ReadChoice(msgspec.Struct, gc=False):
@@ -80,6 +81,7 @@ class ParsedAnswer(msgspec.Struct, gc=False):
     error: Any = None
     object: Any = None
     x_groq: Any = None
+    meta: Any = None
     mended: int = msgspec.field(default=0, name="sameway.mended")  # fields; no answer has this name
 
 
@@ -207,8 +209,8 @@ class FinishTracker(msgspec.Struct):
         if (delta := choice.delta) is None:
             text, has_more = choice.text, choice.message is not None
         else:
-            text, has_more = delta.content, delta.tool_calls is not None
-        if has_more or answer.usage != NO_USAGE or choice.usage != NO_USAGE or answer.x_groq is not None:
+            text, has_more = delta.content, delta.tool_calls is not None or delta.usage is not None
+        if has_more or answer.usage != NO_USAGE or choice.usage != NO_USAGE or answer.x_groq or answer.meta:
             return ""
         return text if isinstance(text, str) and answer.error is None and not answer.mended else ""
 

@@ -230,12 +230,11 @@ class FormFiles:
         """
         body: dict[str, Any] = {}
         for name, value in [*form.fields, *((part.name, _described(part)) for part in self.files)]:
-            if name.endswith("[]"):
-                body.setdefault(name, []).append(value)
-            elif name in body:
-                raise BadRequest(f"The field {shown(name)} stands twice in the form", param=shown(name))
-            else:
+            if name not in body and not name.endswith("[]"):
                 body[name] = value
+            else:
+                given = body.get(name, [])
+                body[name] = [*given, value] if isinstance(given, list) else [given, value]
         return body
 
     def written(self, body: dict[str, Any]) -> "tuple[str, int, AsyncIterator[bytes]]":

@@ -187,7 +187,7 @@ class ImageEditRequest(ImageRequest, kw_only=True):
         images_given = [
             *(self.images or ()),
             *(self.images_in_form or ()),
-            *(self.image if type(self.image) is list else ()),
+            *(one for named in (self.image, self.mask) if type(named) is list for one in named),
         ]
         images = [one for one in (self.image, self.mask, *images_given) if one is not None and type(one) is not list]
         if not images:

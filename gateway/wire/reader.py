@@ -174,12 +174,17 @@ class _OpenCall:
 
 
 class PieceReader(msgspec.Struct):
-    """Reads the pieces of one answer, in order. `key` begins the ids of calls that come without one."""
+    """Reads the pieces of one answer, in order.
+
+    `key` begins the ids of calls that come without one; `tools` are those of the request, as it was
+    sent, whose names tell where a call without arguments ends.
+    """
 
     HELD_MAX: ClassVar = 1000  # pieces that wait for the name of a call
     MENDED_MAX: ClassVar = 100  # fields of one piece
 
     key: str = ""
+    tools: Any = None
     _ids_made: int = 0
     _calls: dict[int, list[_OpenCall]] = {}  # by choice
     held: list[_Piece] = []  # back
@@ -279,8 +284,9 @@ class PieceReader(msgspec.Struct):
         if self.held:
             return False
         choices = answer.choices
-        if choices is None or (answer.x_groq is not None and answer.usage == NO_USAGE):
-            return answer.usage == NO_USAGE and answer.x_groq is None
+        further = answer.x_groq or answer.meta
+        if choices is None or (further is not None and answer.usage == NO_USAGE):
+            return answer.usage == NO_USAGE and further is None
         for choice in choices:
             if (part := choice.delta) is not None:
                 self._has_deltas = True
@@ -290,7 +296,11 @@ class PieceReader(msgspec.Struct):
                 part = choice.message
             if choice.usage != NO_USAGE or (choice.finish_reason and choice.finish_reason not in OPENAIS_ENDS):
                 return False
-            if part is None or not (entries := part.tool_calls):
+            if part is None:
+                continue
+            if part.usage is not None:
+                return False
+            if not (entries := part.tool_calls):
                 continue
             if len(choices) != 1 or len(entries) != 1 or not self._goes_on(choice.index, entries[0]):
                 return False
@@ -309,11 +319,17 @@ class PieceReader(msgspec.Struct):
         self._ids_made += 1
         return f"call_{self.key}_{self._ids_made - 1}"
 
+    def _has_tools(self, names: set[str]) -> bool:
+        tools = self.tools if isinstance(self.tools, list) else ()
+        return names <= {_body_of(dict(tool)).get("name") for tool in tools if isinstance(tool, dict)}
+
     def _add(self, calls: list[_OpenCall], entry: dict[str, Any], begun: list[_OpenCall]) -> bool:
         """Read one entry of `tool_calls`; False if nothing of it is left for its own piece."""
         body, field = _body_of(entry), "input" if isinstance(entry.get("custom"), dict) else "arguments"
         index, id, name, text = entry.get("index"), entry.get("id") or "", body.get("name") or "", body.get(field) or ""
         call = _continued(calls, index, id, name, text)
+        if call is not None and not (id or call.parts) and name != call.name and self._has_tools({name, call.name}):
+            call = None
         if call is None:
             used = {one.index for one in calls}
             ours = max(used, default=-1) + 1 if index is None or index in used else index
@@ -390,7 +406,9 @@ def _respell(piece: dict[str, Any], answer: ParsedAnswer) -> None:
             choice.setdefault("native_finish_reason", end)  # OpenRouter's name of it
             choice["finish_reason"] = end_of(end)
     if answer.usage == NO_USAGE:
-        places = [*(piece.get("choices") or ()), *piece.values()]  # Kimi's, and Groq's
+        choices = piece.get("choices") or ()
+        # Kimi's, Groq's, and those of proxies
+        places = [*choices, *(choice.get("delta") or choice.get("message") for choice in choices), *piece.values()]
         used = next((one["usage"] for one in places if isinstance(one, dict) and one.get("usage")), None)
         piece |= {"usage": used} if used is not None else {}
     elif answer.choices is None:

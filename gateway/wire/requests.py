@@ -7,6 +7,7 @@ through unchanged.
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
@@ -294,6 +295,8 @@ def convert(body: dict[str, Any], shape: type[Any], prefix: str = "", *, is_stri
     try:
         return msgspec.convert(body, shape, strict=is_strict)
     except msgspec.ValidationError as error:
+        if (found := _NOT_INT.match(str(error))) and _made_whole(body, _PATH_PARTS.findall(found[1])):
+            return convert(body, shape, prefix, is_strict=is_strict)
         problem, _, path = in_json_words(str(error)).partition(" - at `$")
         param = (prefix + path.rstrip("`")).lstrip(".") or None
         if problem.startswith("Object missing required field"):
@@ -311,6 +314,22 @@ def convert(body: dict[str, Any], shape: type[Any], prefix: str = "", *, is_stri
         raise BadRequest(f"Invalid {param or 'body'}: {problem}", param=param, code=code) from None
 
 
+def _made_whole(body: Any, path: Sequence[str]) -> bool:
+    """Replace a number such as 8.0 at a path within `body` by the integer that it is to JSON Schema; False: it is none.
+
+    Source: JSON Schema 2020-12, Core, section 4.2.3: 1.0 is an integer.
+    """
+    *steps, last = [int(step) if step.isdecimal() else step for step in path] or [""]
+    with suppress(LookupError, TypeError):
+        for step in steps:
+            body = body[step]
+        if body[last].is_integer():
+            body[last] = int(body[last])
+            return True
+    return False
+
+
+_NOT_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float` - at `\$([^`]+)`")
 _NO_MEMBER = "Invalid enum value "
 _PATH_PARTS = re.compile(r"\w+|\[\.{3}\]")  # `[...]` is any item
 

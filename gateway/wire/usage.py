@@ -11,6 +11,7 @@ parts are at most the whole.
 
 import contextlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, contains
@@ -98,6 +99,7 @@ _NAMES = {
     "input_token_details": "prompt_tokens_details",
     "output_tokens_details": "completion_tokens_details",
 }
+_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")  # Vercel's AI SDK and its proxies write promptTokens
 _PARTS = frozenset({"cache_creation", "cached_tokens_details", "server_tool_use"})
 _PARTS |= {"prompt_tokens_details", "completion_tokens_details", "cache_creation_token_details"}
 
@@ -185,7 +187,8 @@ def renamed(usage: Mapping[str, Any]) -> dict[str, Any]:
     """A usage with OpenAI's newer names, or Anthropic's, in those of a chat completion's."""
     if "input_tokens" in usage and not _ANTHROPICS.isdisjoint(usage):
         return from_anthropic(usage)
-    return {_NAMES.get(name, name): value for name, value in usage.items() if value}
+    snakes = {_CAPITAL.sub("_", name).lower(): value for name, value in usage.items() if value}
+    return {_NAMES.get(name, name): value for name, value in snakes.items()}
 
 
 def tier_of(chunks: Sequence[Chunk]) -> str:

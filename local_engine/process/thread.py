@@ -101,7 +101,11 @@ class EngineThread(threading.Thread, Generic[Key]):
         inconsistent blocks.
         """
         from local_engine.engine import Engine
+        from local_engine.kernels.cpu import compile_kernels
 
+        if not self._config.device.startswith("cuda"):
+            self._show_progress(0.0, "compiling the kernels")
+            _log.info(compile_kernels())
         engine = Engine(self._config, progress=self._show_progress)
         engine.tokenizer.start_chat()
         self.info, self.tokenizer, self.grammars = engine.info, engine.tokenizer, engine.grammars

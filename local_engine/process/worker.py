@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import uvloop
 
-from ipc import IncomingCall, RpcServer, add_options, options_from
+from ipc import IncomingCall, RpcServer, add_options, log_to_stderr, options_from
 from local_engine import messages as wire
 from local_engine.apart.process import AT_ONCE
 from local_engine.config import EngineConfig, ModelError
@@ -161,7 +161,7 @@ class EngineServer:
         return wire.EngineState(load, self._thread.info)
 
     def _is_over(self) -> bool:
-        """Whether the process must end. Prints each stage of the loading.
+        """Whether the process must end. Logs each stage of the loading.
 
         A hung step ends the process. Checks are counted, not seconds: while the process was
         stopped, the step was, too.
@@ -170,7 +170,7 @@ class EngineServer:
         line = f"{thread.load.stage} {10 * int(10 * thread.load.progress)}%"
         if not self._shown.startswith("ready") and line != self._shown:
             self._shown = line
-            print(f"local_engine: {line}", file=sys.stderr, flush=True)
+            _log.info("%s", line)
         is_same_step = thread.steps_begun > thread.steps_ended == self._steps_ended
         self._looks, self._steps_ended = self._looks + 1 if is_same_step else 0, thread.steps_ended
         step_s = self._looks * _STATE_PERIOD_S
@@ -200,10 +200,10 @@ def _converted(
 
 
 def _refuse_to_run(socket_path: Path, error: Exception) -> int:
-    """Print the reason in one line, and write it to the file for clients. Returns the exit status."""
+    """Log the reason in one line, and write it to the file for clients. Returns the exit status."""
     # a checkpoint's own words may be of any length, and no UTF-8
     why = " ".join(str(error).encode("utf-8", "backslashreplace").decode().split())[:_WHY_CHARS]
-    print(f"local_engine: {why}", file=sys.stderr, flush=True)
+    _log.error("%s", why)
     wire.write_ended(socket_path, wire.EngineEnded(why, is_final=True))
     return os.EX_CONFIG
 
@@ -218,7 +218,7 @@ def main() -> int:
     parser.add_argument("--socket", type=Path, required=True, help="path of the unix socket to listen on")
     parser.add_argument("--drain-s", type=float, default=2.0, help="seconds that running answers have after SIGTERM")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="local_engine: %(message)s", stream=sys.stderr)
+    log_to_stderr(logging.INFO, "local_engine: %(message)s")
     prepare_environment()
     try:
         config = options_from(EngineConfig, arguments)

@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import duckdb
 import msgspec
@@ -21,6 +22,7 @@ from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import Database
 from gateway.accounts.ledger import COLUMNS, Ledger, LedgerFilter, flat_row
 from gateway.accounts.ledger_files import LedgerFiles
+from gateway.accounts.months import forget
 from gateway.transport.contents import contents_at
 from tests.accounts.conftest import fork
 from tests.accounts.test_ledger import make_rows
@@ -150,6 +152,23 @@ async def test_a_reader_sees_the_columns_of_focus(ledger: Ledger, tmp_path: Path
     }
     assert {name for row in found for name, value in row.items() if value is None} <= nullable
     assert {row["ChargePeriodStart"].hour for row in found} == {12, 13, 14}
+
+
+async def test_a_month_stays_until_its_files_are_written(ledger: Ledger, tmp_path: Path) -> None:
+    """A month whose hours changed after their files is not removed, however old it is; a row that comes after its removal
+    leaves its complete files alone."""
+    rows, much_later_ms = rows_of_hours(), START_MS + 100 * 86_400_000
+    await ledger.append(rows)
+    files = LedgerFiles(ledger, contents_at(tmp_path.as_uri()), cast(Any, None), lambda: much_later_ms / 1000)
+    look = partial(forget, ledger.database, much_later_ms, 32, must_be_in_files=True)
+    assert await files.step()
+    assert await look() == []
+    assert await write_all(files) == 3
+    assert await look() == ["2026_11"]
+    await ledger.append([msgspec.structs.replace(rows[0], id="late")])
+    assert await write_all(files) == 0
+    assert table_of(tmp_path).num_rows == 20
+    assert await look() == ["2026_11"]
 
 
 async def test_one_worker_writes_at_a_time(ledger: Ledger, redis: Redis, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.resources import files
 from typing import Any
 
 from playwright.async_api import Browser, BrowserContext, Page, async_playwright
@@ -87,6 +88,12 @@ class Visitor:
         return int(
             await self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         )
+
+    async def barriers(self) -> list[str]:
+        """What axe-core finds that keeps people out: the rule, and the first element that breaks it."""
+        await self.page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text())
+        found = await self.page.evaluate("axe.run({resultTypes: ['violations']})")
+        return [f"{one['id']}: {one['nodes'][0]['html']}" for one in found["violations"]]
 
 
 @asynccontextmanager

@@ -36,7 +36,8 @@ def test_tools_items_and_tokens_state_their_limits() -> None:
     assert SCHEMAS["Tool"]["required"] == ["type"]
     assert next(iter(SCHEMAS["ResponseRequest"]["properties"]["tools"]["anyOf"]))["items"]["required"] == ["type"]
     items = SCHEMAS["ResponseRequest"]["properties"]["input"]["anyOf"][1]
-    assert items["items"] == {"type": "object"}  # what a provider knows may pass
+    assert items["items"] == {"$ref": "#/components/schemas/InputItem"}
+    assert "type" not in SCHEMAS["InputItem"]["properties"]  # what a provider knows may pass
     assert _inner("DetokenizeRequest", "tokens")["items"] == {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
     assert SCHEMAS["DetokenizeRequest"]["required"] == ["tokens"]
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
 import pytest
 
-from gateway.backends.base import BackendUnfit
+from gateway.backends.base import BackendDenied, BackendOverloaded, BackendRejected, BackendUnfit, Mark
 from gateway.backends.dialect import dialect_of
-from gateway.backends.fitting import said
+from gateway.backends.fitting import fitted, said
 from gateway.backends.openai.backend import OpenAIBackend
+from gateway.backends.refusals import UpstreamRefusal, in_band, refusal
 from gateway.wire.types import COMPLETION
 from tests.backends.conftest import ask
 
@@ -93,3 +95,52 @@ def test_what_is_known_is_told_with_its_source() -> None:
         "length: max_tokens (the default: servers know the older name)"
         in dialect_of("openai", "http://x/v1", "m").lines()
     )
+
+
+@pytest.mark.parametrize(
+    ("base_url", "status", "body", "kind", "mark"),
+    [
+        ("https://api.z.ai/api/paas/v4", 429, {"error": {"code": "1113", "message": "x"}}, BackendDenied, Mark.CREDIT),
+        ("https://open.bigmodel.cn/v4", 200, {"error": {"code": "1002", "message": "x"}}, BackendDenied, Mark.KEY),
+        ("https://open.bigmodel.cn/v4", 200, {"error": {"code": 1305, "message": "x"}}, BackendOverloaded, None),
+        (
+            "https://api.minimax.io/v1",
+            200,
+            {"base_resp": {"status_code": 1002, "status_msg": "x"}},
+            BackendOverloaded,
+            None,
+        ),
+        (
+            "https://api.minimax.io/v1",
+            200,
+            {"base_resp": {"status_code": 1008, "status_msg": "x"}},
+            BackendDenied,
+            Mark.CREDIT,
+        ),
+        (
+            "https://api.minimax.io/v1",
+            200,
+            {"base_resp": {"status_code": 1026, "status_msg": "x"}},
+            BackendRejected,
+            None,
+        ),
+        ("http://127.0.0.1/v1", 429, {"error": {"code": "1113", "message": "x"}}, BackendOverloaded, None),
+    ],
+)
+def test_a_servers_own_codes_have_statuses(
+    base_url: str, status: int, body: dict[str, Any], kind: type, mark: Mark | None
+) -> None:
+    """The same number is another error at each provider, and comes with its own HTTP status, or inside a 200."""
+    statuses, raw = dialect_of("openai", base_url, "m").statuses, msgspec.json.encode(body)
+    error = refusal(UpstreamRefusal(status, raw, statuses=statuses)) if status != 200 else in_band(raw, "", statuses)
+    assert type(error) is kind
+    assert getattr(error, "mark", None) == mark
+
+
+def test_a_name_fits_a_server_that_takes_no_digits() -> None:
+    """Two long names stay two."""
+    names = ["read_file" * 9, "read_file" * 8]
+    body = {"messages": [_USER], "tools": [{"type": "function", "function": {"name": name}} for name in names]}
+    _, given = fitted(body, dialect_of("openai", "http://127.0.0.1/v1", "m", {"tool_name": "[a-z_]{1,64}"}))
+    assert sorted(given.values()) == sorted(names)
+    assert all(re.fullmatch("[a-z_]{1,64}", short) for short in given)

@@ -380,6 +380,19 @@ async def test_a_purge_removes_what_matches_everywhere(
         assert (await purger.stats()).size_bytes == before - done.size_bytes
 
 
+async def test_a_purge_counts_answers_and_no_wordings(exact: ExactCache, clock: Clock) -> None:
+    """What else was asked for an answer goes with it; asked by its own words, it counts."""
+    entry = entry_for(ask("a"), clock.now)
+    for worded in (entry, *(entry.worded(bytes([number]) * 16, f"wording {number}", "") for number in range(3))):
+        await exact.store(worded)
+    by_words = await exact.purge(Purge(text="wording 0"))
+    dry, done = await exact.purge(Purge(), is_dry_run=True), await exact.purge(Purge())
+    assert [one.count for one in (by_words, dry, done)] == [1, 1, 1]
+    assert [one.text for one in done.samples] == [entry.text]
+    assert dry.size_bytes == done.size_bytes
+    assert (await exact.stats()).size_bytes == 0
+
+
 async def test_a_purge_leaves_nothing_to_read(exact: ExactCache, redis: Redis, clock: Clock) -> None:
     """Neither the entries' keys nor a word of the prompt in the log; the empty partition is forgotten once it is counted."""
     fp = ask("a secret prompt")

@@ -125,6 +125,23 @@ async def test_hosts_and_a_rebuild_learn_the_same(
     assert await Host(redis, thread).sees() == seen
 
 
+async def test_a_new_host_draws_checks_at_the_share_that_others_have_reached(
+    redis: Redis, exact: ExactCache, verdicts: VerdictStore, thread: ThreadPoolExecutor
+) -> None:
+    """The checks of all hosts say how many hits these stand for: a host that has served none goes on from there, as does one
+    that was there before, and not from the share of a namespace's first hits."""
+    answer, early = await put(exact, "open it"), Host(redis, thread)
+    assert (await early.asks("open the door")).trial is not None
+    for number in range(120):
+        checked = verdict(None, seed=number)
+        checked = msgspec.structs.replace(checked, trial=msgspec.structs.replace(checked.trial, chance=0.3))
+        await verdicts.take(ACME, str(number), checked, answer)
+    for host in (early, Host(redis, thread)):
+        trial = (await host.asks("open the door")).trial
+        assert trial is not None
+        assert 390 <= trial.hits <= 410
+
+
 async def test_a_verdict_is_taken_once(
     redis: Redis, exact: ExactCache, verdicts: VerdictStore, thread: ThreadPoolExecutor
 ) -> None:

@@ -103,7 +103,7 @@ def test_the_commented_configuration_is_one_that_loads(tmp_path: Path) -> None:
 
 
 def test_the_image_runs_as_nobody_and_says_how_it_is() -> None:
-    """Not root, with a health check, for both flavours, out of files that exist and that the build is sent."""
+    """Not root, with a health check, for each flavour, out of files that exist and that the build is sent."""
     text = (DEPLOY / "Dockerfile").read_text()
     final = text[text.rindex("\nFROM ") :]
     user = re.search(r"^USER (\w+)$", final, re.M)
@@ -113,35 +113,27 @@ def test_the_image_runs_as_nobody_and_says_how_it_is() -> None:
     assert "/healthz" in final
     sent = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
     sources = [word for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M) for word in line.split()]
-    assert {"pyproject.toml", "gateway", "cache", "policies", "local_engine", "ipc"} <= set(sources)
+    assert {"pyproject.toml", "deploy/sameway_build.py", "gateway", "cache", "policies", "local_engine", "ipc"} <= set(
+        sources
+    )
     for source in sources:
         assert (ROOT / source).exists(), source
-        assert source in sent, f"{source} is not sent to the build"
-    extras = re.findall(r"--extra \"?([${}\w]+)", text)
-    known = (ROOT / "pyproject.toml").read_text()
-    for extra in ("cpu", "gpu", *(name for name in extras if not name.startswith("$"))):
-        assert re.search(rf"^{extra} = \[", known, re.M), extra
+        assert {source, source.partition("/")[0]} & sent, f"{source} is not sent to the build"
+    extras = set(re.findall(r"--extra (\w+)", text))
+    assert extras == {"semantic", "engine", "gpu"}
+    for extra in extras:
+        assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.M), extra
+    for flavour in ("gateway", "cpu", "gpu"):
+        assert re.search(rf'case "\${{FLAVOR}}" in.* {flavour}\)', text), flavour
 
 
-def test_the_image_compiles_the_engines_kernels_before_it_serves(tmp_path: Path) -> None:
-    """On the machine where it runs, with a compiler of its own and where its user may write; nothing else waits for it."""
+def test_an_engine_can_compile_its_kernels_in_the_image() -> None:
+    """With a compiler of its own, and where its user may write."""
     text = (DEPLOY / "Dockerfile").read_text()
     final = text[text.rindex("\nFROM ") :]
     assert re.search(r"apt-get install .*\bg\+\+", final)
     assert "install -d -o sameway -g sameway /opt/sameway/lib/sameway" in final
-    entrypoint = json.loads(re.findall(r"^ENTRYPOINT (.+)$", final, re.M)[0])
-    for name, status in (("python", 1), ("sameway", 0)):
-        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\nexit {status}\n')
-        (tmp_path / name).chmod(0o755)
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    ran = [
-        subprocess.run([*entrypoint, *told], env=environ, capture_output=True, text=True, check=True, timeout=60)
-        for told in (["serve", "--port", "1"], ["check-config", "--config", "a b"])
-    ]
-    assert [(one.stdout, one.stderr) for one in ran] == [
-        ("sameway serve --port 1\n", "python -m local_engine.kernels.cpu\n"),
-        ("sameway check-config --config a b\n", ""),
-    ]
+    assert json.loads(re.findall(r"^ENTRYPOINT (.+)$", final, re.M)[0]) == ["sameway"]
 
 
 def test_grafana_finds_its_datasource_and_its_dashboard() -> None:

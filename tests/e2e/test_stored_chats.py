@@ -78,7 +78,7 @@ async def test_completions_are_listed_in_pages(host: Host) -> None:
     assert [one.content async for one in chats.messages.list(long.id, limit=2)] == ["0", "1", "2"]
     assert [one.content async for one in chats.messages.list(long.id, limit=2, order="desc")] == ["2", "1", "0"]
     for act in (chats.list(after="nothing"), chats.messages.list(long.id, after="nothing")):
-        with pytest.raises(openai.BadRequestError, match="in this list"):
+        with pytest.raises(openai.NotFoundError, match="in this list"):
             await act
 
 

@@ -1,7 +1,8 @@
-"""Traces as a receiver gets them: OTLP over HTTP from a worker that serves, by the official library."""
+"""Traces as a receiver gets them: OTLP over HTTP from a worker that serves, by the official library; and the log."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from tests.e2e.gateway import deployment
+from tests.e2e.gateway import Gateway, deployment, wait_for
 from tests.e2e.upstream import Upstream
 from tests.e2e.worker import Host, NewHost
 from tests.world import until
@@ -121,3 +122,15 @@ def test_a_gateway_without_traces_imports_no_library_for_them() -> None:
     code = f"import sys, gateway.telemetry.traces; print({loaded})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_every_line_of_a_gateway_has_one_shape(gateway: Gateway) -> None:
+    """Those of the supervisor's children, too: JSON with an event, a level and a time; a request's has its trace."""
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    asked = gateway.chat("what is one shape?", headers={"traceparent": f"00-{trace}-00f067aa0ba902b7-01"})
+    wait_for(lambda: asked.headers["x-request-id"] in gateway.log.read_text())
+    lines = [json.loads(line) for line in gateway.log.read_text().splitlines()]
+    assert all({"event", "level", "timestamp"} <= line.keys() for line in lines)
+    assert {"redis", "cache"} <= {line.get("process") for line in lines}
+    (line,) = [line for line in lines if line.get("request_id") == asked.headers["x-request-id"]]
+    assert line["trace_id"] == trace

@@ -69,7 +69,8 @@ def seen() -> dict[str, set[str]]:
         for line in gateway.log.read_text().splitlines():
             if line.startswith("{"):
                 record = json.loads(line)
-                found.lines["log"] |= {f"{record['event']} {record['level']} {name}" for name in record}
+                event = record["event"] if re.fullmatch(r"[a-z_]+", record["event"]) else "text"  # of a child
+                found.lines["log"] |= {f"{event} {record['level']} {name}" for name in record}
     return found.lines
 
 

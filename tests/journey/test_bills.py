@@ -38,7 +38,8 @@ async def test_a_reader_who_leaves_before_the_count_pays_for_the_bytes(world: Wo
     assert row.usage_estimated
 
 
-async def test_a_leaver_pays_for_the_prompt_that_was_counted_at_the_start(world: World) -> None:
+@pytest.mark.parametrize("name", ["f", "f" * 80])
+async def test_a_leaver_pays_for_the_prompt_that_was_counted_at_the_start(world: World, name: str) -> None:
     """Anthropic counts a prompt, its cached and written parts too, before the first word: no estimate replaces that."""
     go = asyncio.Event()
     head = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
@@ -46,9 +47,9 @@ async def test_a_leaver_pays_for_the_prompt_that_was_counted_at_the_start(world:
     event = {"type": "message_start", "message": {"usage": count}}
     started = Chunk(msgspec.json.encode(head), native=msgspec.json.encode(event))
     world.backends["dear"].plays(started, "word", go)
-    client = world.begin(
-        model="dear", stream=True, max_tokens=450, messages=[{"role": "user", "content": "x " * 2_000}]
-    )
+    messages = [{"role": "user", "content": "x " * 2_000}]
+    tools = [{"type": "function", "function": {"name": name}}]  # a long name is replaced
+    client = world.begin(model="dear", stream=True, max_tokens=450, messages=messages, tools=tools)
     await client.sees("word")
     client.leave()
     await world.is_released()

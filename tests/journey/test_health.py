@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from gateway.backends.base import BackendError
 from gateway.backends.refusals import UpstreamRefusal, refusal
 from tests.journey.conftest import OpenWorld
-from tests.world import Clock, World, denied, deployment, overloaded, timed_out, unavailable
+from tests.world import Clock, World, denied, deployment, overloaded, timed_out, unavailable, until
 
 _FAILURES: dict[str, Callable[[], BackendError]] = {
     "no such voice": lambda: denied(404, "Voice 'voice_123' not found"),
@@ -151,3 +152,16 @@ async def test_a_clients_words_give_no_size(world: World, message: str, code: st
         await world.ask(longer, key=other.key)
     assert (await world.ask("boom" * (1 if served else 100))).status == 400
     assert (await world.ask(f"{longer} again", key=other.key)).status == 200
+
+
+@pytest.mark.parametrize(("word", "is_well"), [("a word", True), ("", None)])
+async def test_an_answer_that_is_left_early_shows_that_its_deployment_answers(
+    world: World, word: str, is_well: bool | None
+) -> None:
+    """As a verifier's is, whose first word decides; one that had not begun shows nothing."""
+    world.backends["plain"].plays(*filter(None, (word,)), asyncio.Event())
+    client = world.begin(stream=True)
+    await (client.sees(word) if word else until(lambda: bool(world.backends["plain"].calls)))
+    client.leave()
+    await world.is_released()
+    assert world.is_available("plain") is is_well

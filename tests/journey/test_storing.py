@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from gateway.wire.types import Chunk
 from tests.journey.conftest import OpenWorld
 from tests.world import Finish, Step, Tokens, Whole, World, broken
 
@@ -111,3 +113,15 @@ async def test_a_completion_that_ran_its_length_is_stored(world: World) -> None:
     world.backends["plain"].plays("x", Finish("length"), Tokens())
     reply = await world.ask(path="/v1/completions", prompt="one", max_tokens=1)
     assert (await world.record(reply)).cache.store == "stored"
+
+
+async def test_a_hit_has_the_padding_that_its_client_wants(world: World) -> None:
+    """OpenAI pads chunks against those who measure them; `include_obfuscation: false` leaves the padding out."""
+    piece = {"choices": [{"index": 0, "delta": {"content": 'a \\"obfuscation\\":"b"'}}], "obfuscation": "xx", "n": 1}
+    world.backends["plain"].plays(Chunk(msgspec.json.encode(piece), has_content=True), Finish(), Tokens())
+    padded, bare = (
+        await world.ask(stream=True),
+        await world.ask(stream=True, stream_options={"include_obfuscation": False}),
+    )
+    assert (bare.cache, padded.body.count(b'"obfuscation":"xx"')) == ("exact", 1)
+    assert bare.body == padded.body.replace(b',"obfuscation":"xx"', b"")

@@ -6,17 +6,20 @@ import argparse
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from cache.worker import SemanticClient, WorkerState
 from cache.worker.options import WorkerOptions
+from gateway.child_output import ChildOutput
 from gateway.settings import CacheSettings, EngineSettings, Settings
-from gateway.supervisor import Child, ChildKind, Heartbeat, cache_child, engine_argv, kill_if_silent
-from ipc import add_options, options_from
+from gateway.supervisor import Child, ChildKind, Heartbeat, cache_child, engine_argv, kill_if_silent, redis_binary
+from ipc import JSON_VARIABLE, add_options, options_from
 from local_engine.config import EngineConfig
 
 SET: dict[str, Any] = {
@@ -136,3 +139,52 @@ async def test_a_silent_process_is_killed(tmp_path: Path) -> None:
         assert await asyncio.wait_for(process.wait(), 30) == -signal.SIGKILL
     finally:
         killing.cancel()
+
+
+def test_the_embedded_server_is_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's redis-server comes first; without one, the Valkey that the package brings, and it runs."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shown = subprocess.run([redis_binary(), "--version"], capture_output=True, text=True, check=True)
+    assert "Valkey server v=9" in shown.stdout
+    own = tmp_path / "redis-server"
+    own.touch(0o755)
+    assert redis_binary() == str(own)
+
+
+WRITES = r"""
+import logging, sys
+from ipc import log_to_stderr
+log_to_stderr(logging.INFO, "%(message)s")
+logging.getLogger("cache.worker").info("loading %s", "a model")
+print("a library's own words", flush=True)
+print("29068:M 27 Nov 2026 20:59:54.501 # User requested shutdown...", flush=True)
+print('{"event": "half a line', flush=True)
+print("x" * 3_000_000, flush=True)
+raise RuntimeError("on two\nlines")
+"""
+
+
+async def test_what_a_child_writes_is_in_the_log_of_the_supervisor() -> None:
+    """Its own lines with their level, source and stack, Redis' with theirs, and text of others; none of over a megabyte."""
+    output = ChildOutput()
+    with structlog.testing.capture_logs() as events:
+        writing = await output.pipe("cache")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", WRITES, stdout=writing, stderr=writing, env={**os.environ, JSON_VARIABLE: "1"}
+        )
+        os.close(writing)
+        assert await process.wait() == 1
+        await output.aclose(within_s=30)
+    shown = [
+        (line["log_level"], line.get("source"), line["event"]) for line in events if not line["event"].startswith("xx")
+    ]
+    assert shown == [
+        ("info", "cache.worker", "loading a model"),
+        ("info", None, "a library's own words"),
+        ("warning", None, "User requested shutdown..."),
+        ("info", None, '{"event": "half a line'),
+        ("critical", "process", "the process ends: on two\nlines"),
+    ]
+    assert "RuntimeError: on two\nlines" in events[-1]["exception"]
+    assert {line["process"] for line in events} == {"cache"}
+    assert max(len(line["event"]) for line in events) <= 1 << 20

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.wire.errors import BadRequest
-from gateway.wire.forms import Form, Parcel
+from gateway.wire.forms import Form, FormFiles, Parcel
 
 _OVER_THE_LIMIT = """
 import asyncio, resource, sys
@@ -53,3 +53,14 @@ def test_the_fields_of_a_form_are_bounded_together() -> None:
     parts = b"".join(part % (number, b"x" * 30) for number in range(4))
     with pytest.raises(BadRequest, match="up to f3 are longer than 100 bytes"):
         form.read(parts)
+
+
+def test_a_field_that_stands_twice_is_a_list(tmp_path: Path) -> None:
+    """Under its own name, or one that says so; nothing of it is left out."""
+    form = Form(b"b", 100)
+    part = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+    form.read(
+        b"".join(part % one for one in ((b"a", b"1"), (b"a", b"2"), (b"a", b"3"), (b"b[]", b"4"), (b"c", b"5")))
+        + b"--b--"
+    )
+    assert FormFiles(tmp_path).body(form) == {"a": ["1", "2", "3"], "b[]": ["4"], "c": "5"}

@@ -65,6 +65,29 @@ def test_calls_are_told_apart_however_they_are_spelled(case: Any) -> None:
         assert [id for id, _, _ in found] == [f"call_{number}" for number in range(len(calls))]
 
 
+@pytest.mark.parametrize(
+    ("named", "calls"),
+    [
+        (["list", "get"], [("list", ""), ("get", "{}")]),
+        (["list", "list_all"], [("list", ""), ("list_all", "{}")]),
+        (["ge", "t"], [("get", "{}")]),
+        (["list", "_all"], [("list_all", "{}")]),
+    ],
+)
+def test_a_call_without_arguments_ends_where_another_tool_is_named(
+    named: list[str], calls: list[tuple[str, str]]
+) -> None:
+    """At one index and without ids, where a name may also come in pieces: the request's tools tell."""
+    tools = [{"type": "function", "function": {"name": name}} for name in ("list", "get", "list_all")]
+    reader = PieceReader("k", tools)
+    payloads = [piece({"index": 0, "function": {"name": name, "arguments": ""}}) for name in named]
+    payloads += [piece({"index": 0, "function": {"arguments": "{}"}}), piece(end="tool_calls")]
+    read = [to_chunk(*one) for payload in payloads for one in reader.read(payload)]
+    message = json.loads(fold(read))["choices"][0]["message"]
+    assert [(one["function"]["name"], one["function"]["arguments"]) for one in message["tool_calls"]] == calls
+    assert len({one["id"] for one in message["tool_calls"]}) == len(calls)
+
+
 @given(st.lists(st.tuples(NAMES, ARGUMENTS.map(json.dumps)), min_size=1, max_size=3))
 def test_openais_own_spelling_passes_as_it_came(calls: list[tuple[str, str]]) -> None:
     """Not a byte of it changes, though a call's beginning waits for what follows."""

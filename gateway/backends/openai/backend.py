@@ -59,6 +59,7 @@ class OpenAIBackend:
         unready: str = "",
         tail_timeout_s: float = 5.0,
         wall_clock: Callable[[], float] = time.time,
+        statuses: Mapping[str, int] | None = None,
     ) -> None:
         self.name = name
         self.capabilities = capabilities
@@ -70,7 +71,7 @@ class OpenAIBackend:
         self._is_salted = is_salted
         self._tail_timeout_s = tail_timeout_s
         self._wall_clock = wall_clock
-        self._translate = Translator(api_key, wall_clock)
+        self._translate = Translator(api_key, wall_clock, statuses)
         self._media = "application/json"
         self._socket_path, base_url = split_socket(base_url)
         self._url, self._headers = urlsplit(base_url), dict(headers or {})

@@ -4,7 +4,7 @@ Knows no stream and no pool. Invariant: no message or detail contains the deploy
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -23,9 +23,15 @@ _ABSENT = (404, 405, 409, 410)
 
 
 class Translator:
-    """Translates failures of a deployment whose key is `api_key`. `wall_clock` gives unix seconds."""
+    """Translates failures of a deployment whose key is `api_key`. `wall_clock` gives unix seconds.
 
-    def __init__(self, api_key: str, wall_clock: Callable[[], float] = time.time) -> None:
+    `statuses` are those that the server's own codes stand for.
+    """
+
+    def __init__(
+        self, api_key: str, wall_clock: Callable[[], float] = time.time, statuses: Mapping[str, int] | None = None
+    ) -> None:
+        self._statuses = statuses or {}
         self._api_key = api_key
         self._wall_clock = wall_clock
 
@@ -42,7 +48,7 @@ class Translator:
             return BackendRejected(words, status=502)
         is_absent = is_passage and exchange.status in _ABSENT
         status, limits = 400 if is_absent else exchange.status, limits_of(headers)
-        error = refusal(UpstreamRefusal(status, body, after_s, self._api_key, limits=limits))
+        error = refusal(UpstreamRefusal(status, body, after_s, self._api_key, limits=limits, statuses=self._statuses))
         if is_absent:
             error.status = exchange.status
         if is_passage and isinstance(error, BackendDenied):
@@ -51,7 +57,7 @@ class Translator:
 
     def in_band(self, data: bytes) -> BackendError | None:
         """The error that `data` inside a 200 tells of; None if it tells of none."""
-        return in_band(data, self._api_key)
+        return in_band(data, self._api_key, self._statuses)
 
     def failed(self, data: bytes) -> BackendError:
         """The error for `data` inside a 200 that is an error, with or without words."""
@@ -79,7 +85,7 @@ class Translator:
         """The error for an "answer" or "stream" (`subject`) that cannot be decoded: its cause, if its
         words tell that.
         """
-        cause = in_band(payload, self._api_key)
+        cause = self.in_band(payload)
         if cause is not None and (payload.lstrip()[:1] != b"{" or not isinstance(cause, BackendUnavailable)):
             return cause
         excerpt = scrubbed(payload[:200].decode("utf-8", "replace"), self._api_key)

@@ -152,7 +152,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
     async def _begin(self) -> None:
         """Connect, send, and wait for the first chunk."""
         request = self.request
-        self._answer.key = request.request_id.removeprefix("req_")
+        self._answer.key, self._answer.tools = request.request_id.removeprefix("req_"), request.body.get("tools")
         self._finishes = FinishTracker(request.choices, request.prompts)
         exchange = self._exchange = self.admit(request)
         if exchange.pieces is not None:

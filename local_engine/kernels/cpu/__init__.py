@@ -112,13 +112,19 @@ def find_compiler() -> str | None:
 
 
 def compile_kernels() -> str:
-    """Compile for this machine unless that was done before; returns the result as a line of text."""
+    """Compile for this machine unless that was done before; returns the result as a line of text.
+
+    An engine does so at its start: it takes four seconds, once in an environment.
+    """
     path, compiler = _library(), find_compiler()
     if path.is_file():
         return f"native kernels: {path}"
     if (unable := _unable()) is not None or compiler is None:
         return f"no native kernels: {unable}; the engine runs on torch alone"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"no native kernels: {path.parent}: {error.strerror}; the engine runs on torch alone"
     unfinished = path.with_suffix(f".{os.getpid()}")
     done = subprocess.run(
         [compiler, *_FLAGS, "-w", "-o", str(unfinished), *map(str, _SOURCES)],

@@ -1,0 +1,89 @@
+"""What is not installed is named where it is needed, in one line."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.cli import main
+from gateway.config_file import load_settings
+from gateway.extras import EXTRAS, lacks
+from gateway.settings import SettingsError
+
+ROOT = Path(__file__).parents[1]
+SERVER = {"backend": "openai", "base_url": "http://h/v1", "model": "gpt-4o"}
+LITELLM = {"backend": "litellm", "model": "gemini/gemini-2.5-flash"}
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes extras of the package look as if they were not installed."""
+
+    def forget(*extras: str) -> None:
+        for extra in extras:
+            monkeypatch.setitem(EXTRAS, extra, ("no_such_module_at_all",))
+        lacks.cache_clear()
+
+    yield forget
+    monkeypatch.undo()
+    lacks.cache_clear()
+
+
+def file_of(tmp_path: Path, *deployments: Any, **more: Any) -> Path:
+    path = tmp_path / "sameway.yaml"
+    path.write_text(json.dumps({"models": {"m": {"deployments": list(deployments)}}, **more}))
+    return path
+
+
+def test_every_extra_is_one_of_the_package() -> None:
+    """And `all` has each of them."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (everything,) = extras["all"]
+    assert EXTRAS.keys() <= set(everything.removeprefix("sameway[").removesuffix("]").split(",")) <= extras.keys()
+
+
+@pytest.mark.parametrize(
+    ("extra", "deployment", "more", "line"),
+    [
+        ("litellm", LITELLM, {}, "models.m.deployments.0.backend: install `sameway[litellm]`"),
+        ("engine", {"backend": "local", "engine": "default"}, {}, "engines.default: install `sameway[engine]`"),
+        ("semantic", SERVER, {"cache": {"is_semantic": True}}, "cache.is_semantic: install `sameway[semantic]`"),
+        ("semantic", SERVER, {"embedding_alias": "e"}, "embedding_alias: install `sameway[semantic]`"),
+        ("s3", SERVER, {"batches": {"files_url": "s3://b/p"}}, "install `sameway[s3]`"),
+        ("parquet", SERVER, {"ledger": {"files_url": "file:///f"}}, "install `sameway[parquet]`"),
+    ],
+)
+def test_a_setting_that_needs_a_missing_extra_is_refused(
+    without: Callable[..., None], tmp_path: Path, extra: str, deployment: Any, more: Any, line: str
+) -> None:
+    """At check-config and at the start, by the setting's name and the extra's; with the extra it is good."""
+    path = file_of(tmp_path, deployment, **more)
+    load_settings(path, {})
+    without(extra)
+    with pytest.raises(SettingsError) as refused:
+        load_settings(path, {})
+    assert [shown for shown in str(refused.value).splitlines() if line in shown] == str(refused.value).splitlines()
+
+
+def test_without_the_semantic_extra_the_defaults_need_no_worker(
+    without: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exact cache alone, said once; no embedder is served, and no cache worker started."""
+    path = file_of(tmp_path, SERVER)
+    assert load_settings(path, {}).needs_cache_worker
+    without("semantic")
+    settings = load_settings(path, {})
+    assert (settings.needs_cache_worker, settings.cache.is_semantic, settings.names) == (False, False, ["m"])
+    assert main(["check-config", "--config", str(path), "--data-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().err.count("install `sameway[semantic]`") == 1
+
+
+def test_what_no_deployment_needs_may_be_missing(without: Callable[..., None], tmp_path: Path) -> None:
+    """The engines of the file are not started where no deployment names them."""
+    without(*EXTRAS)
+    assert load_settings(file_of(tmp_path, SERVER), {}).models
