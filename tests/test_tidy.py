@@ -25,7 +25,7 @@ EXPORTS_MAX = 20
 # fmt: off
 ROOMS = {
     "gateway": (
-        "gateway", "__main__", "cli", "console", "worker", "supervisor", "child_output", "reconcile", "app",
+        "gateway", "__main__", "cli", "doctor", "console", "worker", "supervisor", "child_output", "reconcile", "app",
         "admin", "api", "batches", "alerts", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
         "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "weights", "settings",
         "reserved", "extras", "version",
@@ -52,7 +52,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 3070, "gateway/accounts": 2980, "gateway/admin": 3530, "gateway/alerts": 440, "gateway/api": 4350,
+    "gateway": 3270, "gateway/accounts": 2980, "gateway/admin": 3530, "gateway/alerts": 440, "gateway/api": 4350,
     "gateway/backends": 3010, "gateway/batches": 1210, "gateway/deployments": 1840, "gateway/journey": 3290,
     "gateway/learning": 1570, "gateway/reconcile": 610, "gateway/telemetry": 2050, "gateway/transport": 800,
     "gateway/wire": 2230, "cache": 1120, "cache/decision": 1050, "cache/encoder": 400, "cache/exact": 1320,
