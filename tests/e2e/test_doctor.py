@@ -129,7 +129,7 @@ def test_servers_are_asked_for_what_costs_nothing(
     }
     findings = look(status=1, models=_models(**urls))
     assert findings["right"] == ("takes its key", "", False)
-    assert findings["old"] == ("refuses the key (401)", "set OLD_KEY to a key of localhost", True)
+    assert findings["old"] == ("refuses the key (401)", "put a key of localhost into OLD_KEY", True)
     assert findings["away"][2] is True
     assert "start it, correct its `base_url`" in findings["away"][1]
     assert -610 < float(findings["clock of late"][0].split()[0]) < -590
