@@ -84,6 +84,13 @@ def command_parser() -> argparse.ArgumentParser:
         _add_settings(archive)
         archive.set_defaults(run=functools.partial(_archive, is_backup=name == "backup"))
 
+    doctor = commands.add_parser("doctor", help="look for what would trouble this installation, each with its remedy")
+    _add_settings(doctor)
+    doctor.add_argument("--json", action="store_true", help="print what was found as JSON")
+    doctor.add_argument("--yes", action="store_true", help="let the gateway ask each deployment one short question")
+    doctor.add_argument("--url", help="the gateway's address (default: this host, at its port)")
+    doctor.set_defaults(run=_doctor)
+
     for noun in console.NOUNS:  # their words are read by what the gateway says it can do
         over_api = commands.add_parser(
             noun,
@@ -282,6 +289,14 @@ def _update_prices(arguments: argparse.Namespace) -> int:
         return _refused(str(error), 2)
     print(f"{path}: prices of {table.date}, {new} models new, {changed} changed; a price in your file stays first")
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from gateway.doctor import doctor
+
+    settings = _settings(arguments, check_settings)
+    url = (arguments.url or f"http://127.0.0.1:{settings.port}").rstrip("/").removesuffix("/v1")
+    return doctor(settings, url, may_spend=arguments.yes, is_json=arguments.json)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,6 @@ take. A path's first part is the noun; the verb is its last part, or by the meth
 bounded rate. Invariant: an import that breaks off goes on before what could have been lost.
 """
 
-import http.client
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ _PORTION_LINES, _PORTION_BYTES = 500, 4 << 20
 _LOST_S = 5.0  # what a killed Redis may forget of what it had acknowledged
 _TRIED_FOR_S = 120.0
 _CELL_CHARS_MAX = 60
-_CONNECTION_ERRORS = (OSError, http.client.HTTPException)
+_CONNECTION_ERRORS = (OSError, HTTPException)
 
 
 class CommandError(Exception):
@@ -73,7 +73,7 @@ def command(noun: str, arguments: Sequence[str]) -> int:
             return _import(url, places[1:], options)
         operation, path = _chosen(noun, places, document)
         query, body = _given(operation, document, options)
-        headers = {**_admin(), **({"content-type": "application/json"} if body is not None else {})}
+        headers = {**admin_headers(), **({"content-type": "application/json"} if body is not None else {})}
         target = f"{url}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
         with opened(target, headers, operation.method, None if body is None else json.dumps(body).encode()) as reply:
             if reply.headers.get_content_type() == "application/json":
@@ -97,16 +97,15 @@ def command(noun: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _admin() -> dict[str, str]:
-    """The header with the admin's key. Raises CommandError."""
+def admin_headers(folder: Path | None = None) -> dict[str, str]:
+    """The header with the admin's key, of the environment or of a data directory. Raises CommandError."""
     key = os.environ.get("SAMEWAY_ADMIN_KEY", "")
-    file = Path(os.environ.get("SAMEWAY_DATA_DIR", ".sameway")) / "admin.key"
+    file = (folder or Path(os.environ.get("SAMEWAY_DATA_DIR", ".sameway"))) / "admin.key"
     try:
         return {"authorization": f"Bearer {key or file.read_text().strip()}"}
     except OSError as error:
-        raise CommandError(
-            f"no admin key: set SAMEWAY_ADMIN_KEY, or SAMEWAY_DATA_DIR ({file}: {error.strerror})"
-        ) from None
+        why = f"set SAMEWAY_ADMIN_KEY, or SAMEWAY_DATA_DIR ({file}: {error.strerror})"
+        raise CommandError(f"no admin key: {why}") from None
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:
@@ -293,7 +292,7 @@ def _import(url: str, places: list[str], options: dict[str, Any]) -> int:
     while line < len(lines):
         portion = _portion(lines, line)
         try:
-            with opened(target, _admin(), "POST", b"\n".join(portion), 300) as reply:
+            with opened(target, admin_headers(), "POST", b"\n".join(portion), 300) as reply:
                 replies[line] = time.monotonic(), json.load(reply)
         except (ValueError, *_CONNECTION_ERRORS) as error:
             now, broken_at = time.monotonic(), broken_at or time.monotonic()

@@ -183,8 +183,8 @@ def test_an_import_survives_kills_and_doubles_nothing(
         console = Console(gateway, capsys)
 
         def kill() -> None:
-            for mark, share in ((" worker --address", 0.2), ("redis-server", 0.5)):
-                wait_for(lambda share=share: _entries(gateway) > share * count)  # type: ignore[misc]
+            for mark, share in ((" worker --address", 0.2), ("redis-server", 0.4)):
+                wait_for(lambda share=share: _entries(gateway) > share * count, within_s=120)  # type: ignore[misc]
                 for one in gateway.children(mark):
                     one.send_signal(signal.SIGKILL)
 
@@ -192,7 +192,7 @@ def test_an_import_survives_kills_and_doubles_nothing(
         killing.start()
         console.run("cache", "import", str(file), "--team-id", "1")
         killing.join()
-        assert "goes on at line" in console.told
+        assert console.told.count("goes on at line") > 1
         assert console.json("cache")["entries"] == count
         assert (
             console.run("cache", "import", str(file), "--team-id", "1") == f"0 stored, {count:,} unchanged, 0 refused\n"
