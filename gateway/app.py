@@ -12,10 +12,10 @@ import gc
 import ipaddress
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Match
 
-from cache import CacheLimits, CacheUnavailable, ExactCache, SemanticClient
+from cache import CacheUnavailable, ExactCache, SemanticClient
 from cache.redis_link import RedisLink
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.audit import Audit
@@ -82,6 +82,7 @@ from gateway.journey.turn import Turn
 from gateway.learning.build import Learning, open_learning
 from gateway.loggers import get_logger
 from gateway.pipeline import Emit, Pipeline
+from gateway.reload import Configuration, cache_limits
 from gateway.settings import Settings
 from gateway.telemetry import logs
 from gateway.telemetry import metric_names as m
@@ -114,6 +115,9 @@ _KEY_REFUSALS: dict[int | str, dict[str, Any]] = {
 _log = get_logger()
 
 
+Loop = Callable[[], Coroutine[Any, Any, None]]
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WorkerParts(AdminParts):
     """All parts of a worker: those of the admin plane, and the rest."""
@@ -143,6 +147,7 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.state.settings = settings
     app.state.routes = {}
+    app.state.opened = asyncio.Event()
     app.state.stops_by = 0.0  # without a server that says when it stops, at once
     app.state.requests = set[asyncio.Task[None]]()
     app.add_middleware(Front, routes=app.state.routes)
@@ -236,7 +241,7 @@ class _NoDatabase(Exception):
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    settings = prepare(app.state.settings)
+    settings = app.state.settings = prepare(app.state.settings).model_copy(deep=True)  # this worker's own
     async with AsyncExitStack() as stack:
         try:
             parts = await _open(settings, stack, app.state.routes)
@@ -249,7 +254,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.parts = parts
         app.state.routes.update(_routes(settings, parts))
         app.router.routes.extend(admin_routes(parts))
+        parts.configuration.applied.append(partial(_renew, app.state.routes, parts))
         start_loops(parts, stack)
+        app.state.opened.set()
         if parts.metrics.error is not None:
             _log.warning(
                 "metrics_not_shared", reason=str(parts.metrics.error), consequence="a scrape sees one worker's"
@@ -261,6 +268,13 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         if app.state.requests:  # the server has cancelled them
             await asyncio.wait(app.state.requests, timeout=_SETTLE_S)
         await _finish_work(parts, app.state.stops_by - time.monotonic())
+
+
+def _renew(routes: dict[str, Any], parts: WorkerParts) -> None:
+    """Serve what the configuration says by now."""
+    routes.clear()
+    routes.update(_routes(parts.settings, parts))
+    parts.writer.settings = parts.settings.ledger
 
 
 def begin_stop(app: FastAPI, requests: set[asyncio.Task[None]]) -> None:
@@ -319,13 +333,9 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     budgets = Budgets(link, defer=link.defer)
     money = Money(budgets, settings.budgets, _open_spool(settings), ledger.saved)
     stack.push_async_callback(money.aclose)
-    exact = ExactCache(link, _cache_limits(settings), defer=link.defer)
-    semantic = SemanticClient(settings.cache_socket, settings.cache.semantic_timeout_ms / 1000.0)
-    semantic.start()
-    stack.push_async_callback(semantic.aclose)
+    exact, semantic = _open_cache(settings, link, stack)
     fleet = await _open_fleet(settings, accounts, semantic, stack)
-    stats = Stats(link, time.time)
-    hits = HitsWriter(ledger, stats.take_hits)
+    hits = HitsWriter(ledger, (stats := Stats(link, time.time)).take_hits)
     stack.push_async_callback(_last_flush, stats, hits)
     emit = _emitter(settings, log, metrics, stats, _open_traces(settings, fleet, metrics, stack))
     limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
@@ -341,8 +351,12 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     watch = HealthMonitor(
         settings, link, accounts, writer=writer, semantic=semantic, fleet=fleet, money=money, pipeline=pipeline
     )
+    configuration = Configuration(
+        settings, pipeline, exact=exact, semantic=semantic, learning=learning, metrics=metrics, link=link
+    )
     return WorkerParts(
         settings=settings,
+        configuration=configuration,
         guard=_guard(settings, accounts, metrics, link),
         link=link,
         accounts=accounts,
@@ -434,6 +448,13 @@ def _open_spool(settings: Settings) -> Spool:
     return spool
 
 
+def _open_cache(settings: Settings, link: RedisLink, stack: AsyncExitStack) -> tuple[ExactCache, SemanticClient]:
+    semantic = SemanticClient(settings.cache_socket, settings.cache.semantic_timeout_ms / 1000.0)
+    semantic.start()
+    stack.push_async_callback(semantic.aclose)
+    return ExactCache(link, cache_limits(settings), defer=link.defer), semantic
+
+
 async def _open_fleet(settings: Settings, accounts: Accounts, semantic: SemanticClient, stack: AsyncExitStack) -> Fleet:
     """The deployments, each in the use that an operator gave it."""
     fleet = build_fleet(settings, time.monotonic, semantic)
@@ -455,16 +476,6 @@ def _guard(settings: Settings, accounts: Accounts, metrics: Metrics, link: Redis
     sessions = Sessions(accounts.database, time.time)
     count = lambda endpoint, outcome: metrics.add(m.WRONG_KEYS, 1, endpoint, outcome)  # noqa: E731
     return Guard(settings, sessions, count, redis=link)
-
-
-def _cache_limits(settings: Settings) -> CacheLimits:
-    return CacheLimits(
-        size_bytes_max=settings.cache.size_bytes_max,
-        entry_bytes_max=settings.cache.entry_bytes_max,
-        ttl_s_max=settings.cache.ttl_s_max,
-        moving_ttl_s=settings.cache.moving_ttl_s,
-        l1_bytes_max=settings.cache.l1_bytes_max,
-    )
 
 
 def _routes(settings: Settings, parts: WorkerParts) -> Routes:
@@ -528,13 +539,51 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
 
 
 def start_loops(parts: WorkerParts, stack: AsyncExitStack) -> None:
+    """Start the loops, and keep them as the configuration needs them."""
+    loops = Loops()
+    stack.push_async_callback(loops.aclose)
+
+    def keep() -> None:
+        loops.keep(_loops(parts))
+
+    keep()
+    parts.configuration.applied.append(keep)
+
+
+class Loops:
+    """The background loops of a worker, each with what it was made of."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, tuple[object, asyncio.Task[None]]] = {}
+        self._ending = set[asyncio.Task[None]]()
+
+    def keep(self, wanted: Mapping[str, tuple[object, Loop]]) -> None:
+        """Run the `wanted` loops and no others. One that is made of the same as before goes on."""
+        for name, (made_of, task) in list(self._running.items()):
+            if name not in wanted or wanted[name][0] != made_of:
+                del self._running[name]
+                ending = asyncio.create_task(_cancelled(task))
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
+        for name, (made_of, loop) in wanted.items():
+            if name not in self._running:
+                self._running[name] = made_of, asyncio.create_task(_for_ever(name, loop), name=name)
+
+    async def aclose(self) -> None:
+        """End all, the last one first."""
+        for _, task in reversed(self._running.values()):
+            await _cancelled(task)
+        await asyncio.gather(*self._ending)
+
+
+def _alert_watch(parts: WorkerParts) -> AlertWatch:
     alerts = parts.settings.alerts
     channels: dict[str, Channel] = {}
     if alerts.webhook_url:
         channels["webhook"] = Webhook(alerts.webhook_url, parts.settings.alerts_secret or "")
     if alerts.smtp_host:
         channels["email"] = Mail(alerts)
-    watch = AlertWatch(
+    return AlertWatch(
         parts.link,
         parts.accounts,
         parts.budgets,
@@ -542,9 +591,15 @@ def start_loops(parts: WorkerParts, stack: AsyncExitStack) -> None:
         channels,
         count=lambda channel, outcome: parts.metrics.add(m.ALERTS, 1, channel, outcome),
     )
-    loops: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+
+
+def _loops(parts: WorkerParts) -> dict[str, tuple[object, Loop]]:
+    """The loops that the configuration needs, each with what it is made of."""
+    settings = parts.settings
+    always: dict[str, Loop] = {
         "purges": lambda: parts.exact.follow_purges(parts.link.subscribe),
         "accounts": lambda: _follow_accounts(parts),
+        "configuration": parts.configuration.follow,
         "last_used": lambda: _every(30.0, parts.accounts.save_last_used),
         "ledger": parts.writer.run,
         "money": parts.money.keep,
@@ -558,28 +613,29 @@ def start_loops(parts: WorkerParts, stack: AsyncExitStack) -> None:
         "batch_gauges": lambda: _every(_SWEEP_EVERY_S, partial(_count_batches, parts)),
         "watch": lambda: parts.watch.run(parts.metrics),
         "health": parts.shared_health.run,
-        "alerts": watch.run,
         "background": parts.background.run,
         "responses": lambda: _every(_PURGE_EVERY_S, parts.stored_responses.purge),
         "memory": lambda: _every(_TIDY_EVERY_S, partial(_tidy, parts.pipeline)),
     }
-    if parts.fleet.replicas:
-        load = SharedLoad(parts.fleet, parts.link)
-        loops |= {"load": load.run, "replicas": load.follow}
+    loops: dict[str, tuple[object, Loop]] = {name: (None, loop) for name, loop in always.items()}
+    watch = cache(lambda: _alert_watch(parts))
+    loops["alerts"] = settings.alerts.model_dump_json(), lambda: watch().run()
+    if groups := [id(one) for lists in parts.fleet.replicas.values() for one in lists]:
+        load = cache(lambda: SharedLoad(parts.fleet, parts.link))
+        loops["load"] = groups, lambda: load().run()
+        loops["replicas"] = groups, lambda: load().follow()
     if any(deployment.settings.concurrency_max for deployment in parts.fleet.deployments):
-        loops["slots"] = SharedSlots(parts.fleet, parts.link, parts.settings.workers).run
-    if parts.settings.ledger.files_url:
-        exported = LedgerFiles(parts.ledger, contents_at(parts.settings.ledger.files_url), parts.link, time.time)
-        loops["ledger_files"] = exported.run
-    if parts.settings.cache.is_semantic:
-        loops["judging"] = parts.learning.judging.run
-        loops["truth"] = lambda: _every(_TRUTH_EVERY_S, parts.learning.look)
-    for name, loop in loops.items():
-        task = asyncio.create_task(_for_ever(name, loop), name=name)
-        stack.push_async_callback(_cancelled, task)
+        loops["slots"] = None, SharedSlots(parts.fleet, parts.link, settings.workers).run
+    if (place := settings.ledger.files_url) is not None:
+        files = cache(lambda: LedgerFiles(parts.ledger, contents_at(place), parts.link, time.time))
+        loops["ledger_files"] = place, lambda: files().run()
+    if settings.cache.is_semantic:
+        loops["judging"] = None, parts.learning.judging.run
+        loops["truth"] = None, lambda: _every(_TRUTH_EVERY_S, parts.learning.look)
+    return loops
 
 
-async def _for_ever(name: str, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def _for_ever(name: str, loop: Loop) -> None:
     """Log and restart a loop that failed: a worker without it would be wrong without a sign."""
     while True:
         try:

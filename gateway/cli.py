@@ -1,5 +1,5 @@
-"""The command line: `sameway serve | check-config | models | prices | reconcile | backup |
-restore | run | completion`, and `worker`, which the supervisor starts.
+"""The command line: `sameway serve | check-config | reload | models | prices | reconcile | backup |
+restore | run | completion` and others, and `worker`, which the supervisor starts.
 
 Knows no requests. Invariant: no heavy module is imported before the command is known, so `serve`
 starts fast.
@@ -64,6 +64,14 @@ def command_parser() -> argparse.ArgumentParser:
     run.add_argument("--model", help="the alias that the tool is to use, where it reads one from the environment")
     run.add_argument("command", nargs="+", metavar="-- COMMAND", help="the tool and its arguments")
     run.set_defaults(run=_run)
+
+    reload = commands.add_parser(
+        "reload",
+        help="have the gateway of this host read its configuration again, without a restart",
+        description="Exit status: 0 it is in use, 1 no gateway runs there, 2 it is wrong and nothing has changed.",
+    )
+    _add_settings(reload)
+    reload.set_defaults(run=_reload)
 
     _add_reconcile(commands)
     _add_tables(commands)
@@ -173,9 +181,33 @@ def _serve(arguments: argparse.Namespace) -> int:
     except SettingsError as error:  # all else serves, and the process that needs them says so, too
         print(f"sameway: {error}", file=sys.stderr)
     try:
-        return asyncio.run(Supervisor(settings).run())
+        again = functools.partial(_settings, arguments, check_settings)
+        return asyncio.run(Supervisor(settings, again, _config_path(arguments)).run())
     except OSError as error:  # the supervisor writes nowhere else, and retries what it cannot start
         raise SettingsError(f"data_dir: {error.filename or settings.data_dir}: {error.strerror}") from None
+
+
+def _reload(arguments: argparse.Namespace) -> int:
+    from gateway import control
+
+    settings = _settings(arguments)  # a wrong file is told without a gateway
+    try:
+        answer = asyncio.run(control.ask(settings.control_socket, _RELOAD_S, "reload", why="`sameway reload`"))
+    except OSError as error:
+        where = settings.data_dir.absolute()
+        return _refused(
+            f"no gateway of {where} answers ({error or 'it takes too long'}): start one, or name its --data-dir", 1
+        )
+    if "error" in answer:
+        print(f"sameway: the configuration was not changed\n{_indent(answer['error'])}", file=sys.stderr)
+        return 2
+    for name, how in answer["changes"].items():
+        print(f"{name}: {how}")
+    print("The configuration is in use." if answer["changes"] else "Nothing has changed.")
+    return 0
+
+
+_RELOAD_S = 60.0
 
 
 def _check_config(arguments: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from gateway.settings import (
     DeploymentSettings,
     Settings,
     did_you_mean,
+    keys_of,
     refuse_settings,
     secret_problem,
 )
@@ -243,11 +244,13 @@ def _unknown_capabilities(settings: Settings) -> list[str]:
 
 
 def _missing_variables(settings: Settings, environ: Mapping[str, str]) -> list[str]:
-    """An error for each provider's key whose variable is not set."""
+    """An error for each provider's key that cannot be read."""
     return [
-        f"{place}.api_key_env: the environment variable {deployment.api_key_env} is not set"
+        f"{place}.{'api_key_env' if deployment.api_key_env else 'api_key_file' if deployment.api_key_file else 'api_keys'}: "
+        + (f"the environment variable {key.env} is not set" if key.env else f"{key.file} can't be read by this user")
         for place, deployment in _deployments(settings)
-        if deployment.api_key_env and not environ.get(deployment.api_key_env)
+        for key in keys_of(deployment)
+        if not (environ.get(key.env) if key.env else os.access(key.file or "", os.R_OK))
     ]
 
 

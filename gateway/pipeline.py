@@ -115,17 +115,17 @@ class Pipeline:
         self._answers = RecordedAnswers(settings.cache, exact, semantic, limits)
         self._emit = emit
         self._learn = learn
-        self._generating: set[asyncio.Task[Any]] = set()  # until they are recorded
+        self.generating: set[asyncio.Task[Any]] = set()  # until they are recorded
 
     @property
     def generations(self) -> int:
         """The number of generations under way."""
-        return len(self._generating)
+        return len(self.generating)
 
     async def drain(self) -> None:
         """Wait until every generation is recorded. The server has stopped: none is added."""
-        while self._generating:
-            await asyncio.wait(self._generating)
+        while self.generating:
+            await asyncio.wait(self.generating)
 
     async def authenticate(self, key: str | None) -> Identity:
         """1. The identity of an API key, without awaiting if it is known. Raises Unauthenticated."""
@@ -215,7 +215,7 @@ class Pipeline:
         """Fill `flight`, and account for it on every exit."""
         task = asyncio.current_task()
         assert task is not None
-        self._generating.add(task)
+        self.generating.add(task)
         generation = flight.generation
         error: ApiError | None = None
         try:
@@ -244,7 +244,7 @@ class Pipeline:
             if not flight.is_done:
                 unrecorded = ApiError("The gateway failed while it recorded this answer", code="internal_error")
                 flight.finish(error or unrecorded)
-            self._generating.discard(task)
+            self.generating.discard(task)
 
     async def _look(self, flight: Flight) -> None:
         """6. Set the recorded answer to replay: another worker's, or a semantic hit, certain or verified."""

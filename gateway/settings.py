@@ -13,7 +13,7 @@ import ipaddress
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlsplit
@@ -198,6 +198,21 @@ class PriceSettings(_Section):
     such as `service_tier: 2`"""
 
 
+class ApiKeySettings(_Section):
+    env: str | None = None
+    """the environment variable that holds the key"""
+    file: Path | None = None
+    """or the file that holds it, read again when it changes"""
+    weight: int = Field(1, ge=1, le=1_000)
+    """its part of the requests, beside the other keys'"""
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> "ApiKeySettings":
+        if (self.env is None) == (self.file is None):
+            raise ValueError("expected one of `env` and `file`")
+        return self
+
+
 class DialectSettings(_Section):
     length: Literal["max_tokens", "max_completion_tokens"] | None = None
     """the field that bounds a chat's answer; default: by the provider and the model, else
@@ -251,6 +266,11 @@ class DeploymentSettings(_Section):
     both are read again every 5 s"""
     api_key_env: str | None = None
     """the environment variable that holds the provider's key"""
+    api_key_file: Path | None = None
+    """or the file that holds it, read again when it changes, as Vault's agents and Kubernetes write it"""
+    api_keys: list[ApiKeySettings] = Field([], max_length=100)
+    """or several keys, which take turns by their weights; one that the provider refuses (401, 403)
+    rests alone for a minute, and the request goes on with the next"""
     headers: dict[str, str] = {}
     """openai, anthropic: further headers sent with each request"""
     price: PriceSettings | None = None
@@ -326,6 +346,8 @@ class DeploymentSettings(_Section):
             wrong.append("a local deployment needs `engine`")
         if self.backend == "openai" and not ((self.base_url or self.replicas) and self.model):
             wrong.append("an openai deployment needs `base_url` and `model`, or `replicas` and `model`")
+        if sum(map(bool, (self.api_key_env, self.api_key_file, self.api_keys))) > 1:
+            wrong.append("expected one of `api_key_env`, `api_key_file` and `api_keys`")
         wrong += self._wrong_replicas()
         wrong += [
             f"identity_headers: found {name!r} from {source!r}, expected a header's name and `team`, `key`, `user`, `session` or `tag:NAME`"
@@ -885,6 +907,25 @@ class Settings(_Section):
             wrong.append(f"{where}: found without a secret, expected SAMEWAY_ALERTS_SECRET in the environment")
         return wrong
 
+    def adopt(self, settings: "Settings") -> None:
+        """Take the values of `settings`, in this object and in its sections.
+
+        Whoever holds this object or a section of it sees all of them at once. Only for an object of
+        one's own: the sections of others may be shared.
+        """
+        # decision: settings-in-place
+        for name in Settings.model_fields:
+            mine, value = getattr(self, name), getattr(settings, name)
+            if isinstance(mine, _Section):
+                mine.__dict__.update(value.__dict__)
+            else:
+                self.__dict__[name] = value
+
+    @property
+    def engines_used(self) -> list[str]:
+        """The engines that a deployment uses."""
+        return sorted({d.engine for model in self.models.values() for d in model.deployments if d.engine})
+
     @property
     def names(self) -> list[str]:
         """The names that requests may use as `model`."""
@@ -938,6 +979,11 @@ class Settings(_Section):
         return self.run_dir / f"engine-{name}.sock"
 
     @property
+    def control_socket(self) -> Path:
+        """The socket of the supervisor."""
+        return self.run_dir / "control.sock"
+
+    @property
     def cache_socket(self) -> Path:
         """The socket of the cache worker."""
         return self.run_dir / "cache.sock"
@@ -946,6 +992,13 @@ class Settings(_Section):
 def is_pattern(alias: str) -> bool:
     """Whether an alias takes every name: `*`, or each name after a prefix, as `openai/*`."""
     return alias == "*" or alias.endswith("/*")
+
+
+def keys_of(deployment: DeploymentSettings) -> list[ApiKeySettings]:
+    """Where the provider's keys are."""
+    if deployment.api_key_env or deployment.api_key_file:
+        return [ApiKeySettings(env=deployment.api_key_env, file=deployment.api_key_file)]
+    return deployment.api_keys
 
 
 def _wrong_pattern(where: str, alias: str, deployment: DeploymentSettings) -> list[str]:
@@ -992,6 +1045,63 @@ _URLS = {
 
 
 SECTIONS: tuple[type[BaseModel], ...] = tuple(reversed(_Section.__subclasses__()))
+
+
+FIXED = frozenset(
+    {"host", "port", "workers", "data_dir", "redis_url", "database_url", *SECRETS, "is_metrics_open", "trusted_proxies"}
+    | {
+        "public_path",
+        "client_stall_s",
+        "log_format",
+        "log_prompts",
+        "redis_timeout_ms",
+        "batches.files_url",
+        "ledger.files_url",
+    }
+    | {
+        "cache.is_semantic",
+        "cache.l1_bytes_max",
+        "models_dir",
+        *(f"traces.{name}" for name in TraceSettings.model_fields),
+    }
+)
+"""The settings that change by a restart alone; so do those of an engine that is kept."""
+
+
+def differences(before: Settings, after: Settings) -> dict[str, str]:
+    """What changes from one configuration to another: by the setting's path, in words. No value of a
+    model's is shown, as a header may hold a key.
+    """
+    changes: dict[str, str] = {}
+    for name in Settings.model_fields:
+        old, new = getattr(before, name), getattr(after, name)
+        if isinstance(old, dict):
+            for key in (*old, *(key for key in new if key not in old)):
+                if old.get(key) != new.get(key):
+                    changes[f"{name}.{key}"] = "added" if key not in old else "removed" if key not in new else "changed"
+        elif isinstance(old, _Section):
+            for inner in type(old).model_fields:
+                if getattr(old, inner) != getattr(new, inner):
+                    changes[f"{name}.{inner}"] = _from_to(inner, getattr(old, inner), getattr(new, inner))
+        elif old != new:
+            changes[name] = "changed" if name in SECRETS else _from_to(name, old, new)
+    return changes
+
+
+def _from_to(name: str, old: object, new: object) -> str:
+    return "changed" if name.endswith("_url") else f"from {old!r} to {new!r}"
+
+
+def refuse_fixed(changes: Mapping[str, str]) -> None:
+    """Raise SettingsError if one of `changes` needs a restart; it names each."""
+    wrong = [f"{name}: it changes by a restart alone" for name in changes if name in FIXED]
+    wrong += [
+        f"{name}: the settings of an engine change by a restart alone; give the new one a name of its own, "
+        "and the old one ends with its last request"
+        for name, how in changes.items()
+        if name.startswith("engines.") and how == "changed"
+    ]
+    refuse_settings(wrong, [])
 
 
 NEAR_SIMILARITY_MIN = 0.6  # below, the nearest cached prompt is about something else

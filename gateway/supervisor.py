@@ -7,7 +7,7 @@
 
 Knows no requests. Invariants: no child outlives the supervisor (the kernel signals children when it
 ends); a child that ends is restarted after a pause, which grows while it keeps ending; at a stop,
-running answers finish before Redis stops.
+running answers finish before Redis stops. A new configuration is in use by all workers or by none.
 """
 
 import asyncio
@@ -22,17 +22,19 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from pathlib import Path
+from typing import Any
 
 from cache.worker.options import WorkerOptions
+from gateway import control
 from gateway.child_output import ChildOutput
 from gateway.data_dir import write_secret
 from gateway.extras import lacks
 from gateway.loggers import get_logger
-from gateway.settings import Settings, SettingsError
+from gateway.settings import Settings, SettingsError, differences, refuse_fixed
 from gateway.transport.http_server import reserve
 from ipc import JSON_VARIABLE, argv_of
 from local_engine.config import EngineConfig
@@ -46,6 +48,9 @@ _OPEN_FILES = 1 << 16
 WORKER_SETTINGS = "SAMEWAY_WORKER_SETTINGS"
 _HANDED = "worker.json"
 _log = get_logger()
+_LOOK_EVERY_S = 0.25  # at the configuration's file
+_STEP_S = 10.0  # for a worker's step; building a fleet takes milliseconds
+_ENGINE_S = 10.0
 # glibc's environment of a gateway worker: its allocator keeps little, and what it keeps is small
 _GLIBC = {
     "MALLOC_ARENA_MAX": "1",  # by default each thread has an arena, and each arena keeps its peak
@@ -103,7 +108,7 @@ class Heartbeat:
             writer.close()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Child:
     """One process to keep running."""
 
@@ -182,17 +187,26 @@ def cache_child(settings: Settings, env: Mapping[str, str]) -> Child:
 
 
 class Supervisor:
-    """The processes of one `sameway serve`. `settings` come from `data_dir.prepare`."""
+    """The processes of one `sameway serve`. `settings` come from `data_dir.prepare`.
 
-    def __init__(self, settings: Settings) -> None:
+    `load` reads and checks the same configuration anew, and raises SettingsError; `watched` is its file.
+    """
+
+    def __init__(self, settings: Settings, load: Callable[[], Settings], watched: Path | None = None) -> None:
         self.settings = settings
+        self._load = load
+        self._watched = watched
+        self._version = _version_of(watched) if watched is not None else None
+        self._last_told = ""
+        self._reloading = asyncio.Lock()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._children: list[Child] = []
         self._is_stopping = False
         self._output = ChildOutput()
         self._ready: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
-        """Run until SIGTERM, SIGINT or SIGHUP; returns the exit status.
+        """Run until SIGTERM or SIGINT; returns the exit status. SIGHUP reads the configuration again.
 
         Raises SettingsError if this host cannot serve.
         """
@@ -201,18 +215,23 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-            loop.add_signal_handler(signal.SIGHUP, stop.set)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._begin(self.reload("SIGHUP")))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._sole_user())
             reserved = stack.enter_context(self._reserve())
             stopping = asyncio.create_task(stop.wait())
+            listening = await control.serve(self.settings.control_socket, self._obey)
             try:
                 address, port = reserved.getsockname()[:2]
-                await self._start(address, port, stopping)
+                async with self._reloading:
+                    await self._start(address, port, stopping)
+                self._begin(self._watch())
                 await stopping
             finally:
                 stopping.cancel()
+                listening.close()
+                for task in self._tasks:
+                    task.cancel()
                 await self._stop()
         return 0
 
@@ -221,12 +240,13 @@ class Supervisor:
         if settings.redis_url is None:
             Path(settings.run_dir / "redis.sock").unlink(missing_ok=True)
             self._keep(Child(ChildKind.REDIS, "redis", redis_argv(settings)))
-        engines = sorted({d.engine for model in settings.models.values() for d in model.deployments if d.engine})
-        for name in engines:
+        for name in settings.engines_used:
             ended_path(settings.engine_socket(name)).unlink(missing_ok=True)  # an earlier run's
-        handed = settings.data_dir.absolute() / _HANDED  # an environment variable holds 128 KiB at most
-        write_secret(handed, settings.model_dump_json())
-        env = {WORKER_SETTINGS: str(handed), **{name: os.environ.get(name, value) for name, value in _GLIBC.items()}}
+        write_secret(self._handed, settings.model_dump_json())
+        env = {
+            WORKER_SETTINGS: str(self._handed),
+            **{name: os.environ.get(name, value) for name, value in _GLIBC.items()},
+        }
         for index in range(settings.workers):
             socket_path = settings.worker_socket(index)
             argv = [*python("gateway"), "worker"]
@@ -252,17 +272,132 @@ class Supervisor:
             return
         self._announce(port)
         # Heavy imports follow the announcement, so that they do not delay it
-        quiet = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-        quiet["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(settings.weights_dir)]))
-        urls = {"SAMEWAY_REDIS_URL": settings.redis_target, "SAMEWAY_INDEX_URL": settings.cache.index_url or ""}
         if settings.needs_cache_worker:
-            self._keep(cache_child(settings, {**quiet, **urls}))
+            self._keep(self._cache_child(settings))
         self._ready = asyncio.create_task(self._say_when_ready(port))
-        for name in engines:
-            heartbeat = Heartbeat(settings.engine_socket(name))
-            self._keep(
-                Child(ChildKind.ENGINE, f"engine-{name}", engine_argv(settings, name), quiet, heartbeat=heartbeat)
-            )
+        for name in settings.engines_used:
+            self._keep_engine(settings, name)
+
+    @property
+    def _handed(self) -> Path:
+        return self.settings.data_dir.absolute() / _HANDED  # an environment variable holds 128 KiB at most
+
+    def _cache_child(self, settings: Settings) -> Child:
+        urls = {"SAMEWAY_REDIS_URL": settings.redis_target, "SAMEWAY_INDEX_URL": settings.cache.index_url or ""}
+        return cache_child(settings, {**_quiet(settings), **urls})
+
+    def _keep_engine(self, settings: Settings, name: str) -> None:
+        ended_path(settings.engine_socket(name)).unlink(missing_ok=True)
+        heartbeat, argv = Heartbeat(settings.engine_socket(name)), engine_argv(settings, name)
+        self._keep(Child(ChildKind.ENGINE, f"engine-{name}", argv, _quiet(settings), heartbeat=heartbeat))
+
+    # -- another configuration ---------------------------------------------------------------------
+
+    def _begin(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self) -> None:
+        """Read the file again when another one is there, or other contents, once it is whole."""
+        if self._watched is None:
+            return
+        seen = self._version
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            seen, before = await asyncio.to_thread(_version_of, self._watched), seen
+            if seen not in (self._version, None) and seen == before:
+                self._version = seen
+                await self.reload(f"a change of {self._watched}")
+
+    async def _obey(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Read the configuration again, at an operator's word or at another host's, which is `told` once."""
+        if request.get("told", "") == self._last_told != "":
+            return {"changes": {}}
+        self._last_told = request.get("told", "")
+        answer = await self.reload(str(request["why"]))
+        if answer.get("changes") and not self._last_told:
+            await self._tell_all("announce")
+        return answer
+
+    async def reload(self, why: str) -> dict[str, Any]:
+        """Read the configuration again, and use it in all workers if all can.
+
+        Returns its `changes` by their setting; or the `error`, where nothing has changed.
+        """
+        async with self._reloading:
+            try:
+                changes = await self._reload(why)
+            except Exception as error:  # whatever it is, the configuration in use stays
+                lines = str(error).splitlines() or [type(error).__name__]
+                _log.error("reload_refused", why=why, reason="; ".join(lines))
+                await self._tell_all("refused", reason="; ".join(lines))
+                return {"error": "\n".join(lines)}
+            return {"changes": changes}
+
+    async def _reload(self, why: str) -> dict[str, str]:
+        """Raises SettingsError, OSError, ValueError."""
+        own = {name: getattr(self.settings, name) for name in ("secret", "admin_key")}  # the data directory's
+        settings = (await asyncio.to_thread(self._load)).model_copy(update=own)
+        changes = differences(self.settings, settings)
+        refuse_fixed(changes)
+        if not changes:
+            return {}
+        upcoming = self._handed.with_suffix(".next")
+        write_secret(upcoming, settings.model_dump_json())
+        if refusals := [error for error in (await self._tell_all("prepare", file=str(upcoming))).values() if error]:
+            await self._tell_all("discard")
+            raise ValueError("\n".join(dict.fromkeys(refusals)))
+        upcoming.replace(self._handed)  # of workers that start from now on
+        self.settings = settings
+        for name in settings.engines_used:
+            if not any(child.name == f"engine-{name}" for child in self._children):
+                self._keep_engine(settings, name)
+        for worker, error in (await self._tell_all("switch")).items():
+            if error and worker.process is not None:
+                _log.warning("worker_not_reloaded", process=worker.name, reason=error)
+                worker.process.kill()
+        new = self._cache_child(settings)
+        known = [child for child in self._children if child.kind is ChildKind.CACHE]
+        if settings.needs_cache_worker and not known:
+            self._keep(new)
+        for child in known:
+            if (child.argv, child.env) != (new.argv, new.env):
+                child.argv, child.env = new.argv, new.env
+                if child.process is not None:
+                    child.process.terminate()  # and it is started again
+        self._begin(self._settle())
+        _log.info("reloaded", why=why, changes=changes)
+        return changes
+
+    async def _tell_all(self, act: str, **values: Any) -> dict[Child, str]:
+        """Ask all workers for a step. Returns the error of each; see `_tell`."""
+        workers = [child for child in self._children if child.kind is ChildKind.GATEWAY]
+        errors = await asyncio.gather(
+            *(self._tell(worker, act, **values, is_first=worker is workers[0]) for worker in workers)
+        )
+        return dict(zip(workers, errors, strict=True))
+
+    async def _tell(self, worker: Child, act: str, **values: Any) -> str:
+        """Ask a worker for a step. Returns its error; empty if all is well, or if it will start with the new
+        settings anyway.
+        """
+        if worker.process is None or worker.process.returncode is not None or worker.heartbeat is None:
+            return ""
+        try:
+            answer = await control.ask(worker.heartbeat.path, None if act == "settle" else _STEP_S, act, **values)
+        except (OSError, ValueError) as error:
+            return f"{worker.name} does not answer: {error or type(error).__name__}"
+        return str(answer.get("error", ""))
+
+    async def _settle(self) -> None:
+        """Stop the engines that no deployment uses, once no worker has a request left for them."""
+        await self._tell_all("settle")
+        async with self._reloading:
+            used = {f"engine-{name}" for name in self.settings.engines_used}
+            gone = [child for child in self._children if child.kind is ChildKind.ENGINE and child.name not in used]
+            self._children = [child for child in self._children if child not in gone]
+            await asyncio.gather(*(_end(child, _ENGINE_S) for child in gone))
 
     def _announce(self, port: int) -> None:
         host = self.settings.host
@@ -299,7 +434,7 @@ class Supervisor:
         while True:
             started = time.monotonic()
             status = await self._run_once(child)
-            if self._is_stopping:
+            if self._is_stopping or child not in self._children:
                 return
             if status == os.EX_CONFIG:
                 _log.error("child_given_up", process=child.name, reason="it can't run as configured")
@@ -370,12 +505,13 @@ class Supervisor:
         grace_s = self.settings.shutdown_grace_s + 5.0
         for kinds, patience_s in (
             ({ChildKind.GATEWAY}, grace_s),
-            ({ChildKind.CACHE, ChildKind.ENGINE}, 10.0),
+            ({ChildKind.CACHE, ChildKind.ENGINE}, _ENGINE_S),
             ({ChildKind.REDIS}, 10.0),
         ):
             await asyncio.gather(*(_end(child, patience_s) for child in self._children if child.kind in kinds))
         await self._output.aclose(within_s=1.0)
-        (self.settings.data_dir / _HANDED).unlink(missing_ok=True)  # it contains secrets
+        for file in (self._handed, self._handed.with_suffix(".next")):
+            file.unlink(missing_ok=True)  # it contains secrets
 
     # -- exclusive resources of this host ----------------------------------------------------------
 
@@ -400,6 +536,20 @@ class Supervisor:
             raise SettingsError(
                 f"host, port: can't listen on {settings.host}:{settings.port}: {error.strerror}"
             ) from None
+
+
+def _quiet(settings: Settings) -> dict[str, str]:
+    """The environment of a process that has a model: idle threads sleep, and fetched weights are found."""
+    paths = filter(None, [os.environ.get("PYTHONPATH"), str(settings.weights_dir)])
+    return {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _version_of(path: Path) -> tuple[int, int, int] | None:
+    """What tells a file's contents apart; None while it is not there. A link counts as what it leads to."""
+    with contextlib.suppress(OSError):
+        status = path.stat()
+        return status.st_ino, status.st_mtime_ns, status.st_size
+    return None
 
 
 async def kill_if_silent(child: Child, process: asyncio.subprocess.Process) -> None:

@@ -9,11 +9,13 @@ import os
 import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from fastapi import FastAPI
 
 from cache.event_loop import Loop
+from gateway import control
 from gateway.api.front import Front
 from gateway.app import begin_stop, create_app
 from gateway.settings import Settings
@@ -26,21 +28,30 @@ _BEAT_S = 1.0
 def serve(address: str, port: int, heartbeat: Path) -> int:
     """Serve on `address`, an IP address, until SIGTERM; returns the exit status.
 
-    Writes a byte a second to each client of the unix socket `heartbeat`, as long as the event loop
-    runs.
+    On the unix socket `heartbeat` it writes a byte a second, as long as the event loop runs, and does
+    what the supervisor asks of its configuration.
     """
-    settings = Settings.model_validate_json(Path(os.environ.pop(WORKER_SETTINGS)).read_bytes())
-    return uvloop.run(_serve(settings, address, port, heartbeat), loop_factory=Loop)
+    return uvloop.run(_serve(Path(os.environ.pop(WORKER_SETTINGS)), address, port, heartbeat), loop_factory=Loop)
 
 
-async def _serve(settings: Settings, address: str, port: int, heartbeat: Path) -> int:
-    stop = asyncio.Event()
+async def _serve(handed: Path, address: str, port: int, heartbeat: Path) -> int:
+    stop, app = asyncio.Event(), asyncio.get_running_loop().create_future()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    beating = await asyncio.start_unix_server(_beat, heartbeat)
+
+    async def obey(request: dict[str, Any]) -> dict[str, Any]:
+        state = (await asyncio.shield(app)).state
+        await state.opened.wait()
+        answer: dict[str, Any] = await state.parts.configuration.obey(request)
+        return answer
+
+    # before the settings are read: whatever the supervisor hands out later, it also tells this worker
+    listening = await control.serve(heartbeat, obey, _BEAT_S)
     try:
-        return await run(create_app(settings), settings, address, port, stop)
+        settings = Settings.model_validate_json(handed.read_bytes())
+        app.set_result(create_app(settings))
+        return await run(app.result(), settings, address, port, stop)
     finally:
-        beating.close()
+        listening.close()
 
 
 async def run(app: FastAPI, settings: Settings, address: str, port: int, stop: asyncio.Event) -> int:
@@ -54,11 +65,5 @@ async def run(app: FastAPI, settings: Settings, address: str, port: int, stop: a
             return 1
         await stop.wait()
         begin_stop(app, server.requests)
-        await server.stop(settings.shutdown_grace_s)
+        await server.stop(app.state.settings.shutdown_grace_s)
     return 0
-
-
-async def _beat(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while not writer.is_closing():
-        writer.write(b".")
-        await asyncio.sleep(_BEAT_S)

@@ -94,7 +94,7 @@ LOCAL = "{backend: local, engine: default}"
         ("a: [", ["not YAML: line 1, column "]),
         (
             "models: {a: {deployments: [{backend: openai, base_url: 'http://x/v1', model: m, api_key: sk-1}]}}",
-            ["deployments.0.api_key: found, but there is no such setting; did you mean api_key_env?"],
+            ["deployments.0.api_key: found, but there is no such setting; did you mean api_keys?"],
         ),
         (
             "engines: {default: {device: tpu}}",

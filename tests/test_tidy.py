@@ -25,9 +25,10 @@ EXPORTS_MAX = 20
 # fmt: off
 ROOMS = {
     "gateway": (
-        "gateway", "__main__", "cli", "worker", "supervisor", "child_output", "reconcile", "app",
-        "admin", "api", "batches", "alerts", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
-        "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "weights", "settings",
+        "gateway", "__main__", "cli", "console", "worker", "supervisor", "child_output", "reconcile", "app",
+        "admin", "api", "batches", "alerts", "reload", "learning", "telemetry", "pipeline", "journey", "deployments", "backends",
+        "accounts",
+        "wire", "transport", "exceptions", "loggers", "control", "config_file", "data_dir", "weights", "settings",
         "reserved", "extras", "version",
     ),
     "cache": (
@@ -52,9 +53,9 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 3070, "gateway/accounts": 2980, "gateway/admin": 3530, "gateway/alerts": 440, "gateway/api": 4350,
-    "gateway/backends": 3010, "gateway/batches": 1210, "gateway/deployments": 1840, "gateway/journey": 3290,
-    "gateway/learning": 1570, "gateway/reconcile": 610, "gateway/telemetry": 2050, "gateway/transport": 800,
+    "gateway": 3490, "gateway/accounts": 2990, "gateway/admin": 3560, "gateway/alerts": 440, "gateway/api": 4330,
+    "gateway/backends": 3130, "gateway/batches": 1210, "gateway/deployments": 1900, "gateway/journey": 3300,
+    "gateway/learning": 1580, "gateway/reconcile": 610, "gateway/telemetry": 2070, "gateway/transport": 800,
     "gateway/wire": 2230, "cache": 1120, "cache/decision": 1050, "cache/encoder": 400, "cache/exact": 1320,
     "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,

@@ -94,6 +94,8 @@ SCENARIOS = (
     Scenario("zipf", Setup.HIT_MEMORY, Traffic.ZIPF),
     Scenario("semantic-hit", Setup.SEMANTIC, Traffic.PARAPHRASED, connections=(1, 32), is_quick=True),
     Scenario("repeated-paraphrase", Setup.WORDS, Traffic.RESPELLED, connections=(1, 32)),
+    Scenario("miss-traced", Setup.TRACED),
+    Scenario("hit-traced", Setup.TRACED, Traffic.REPEATED),
     Scenario("miss-2-workers", Setup.TWO_WORKERS),
     Scenario("hit-2-workers", Setup.TWO_WORKERS, Traffic.REPEATED),
 )

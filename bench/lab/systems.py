@@ -30,6 +30,7 @@ class Setup(enum.StrEnum):
     SEMANTIC = "semantic"  # answers by meaning
     WORDS = "words"  # the same, from Redis each time and without audits: each would end a question's hits by its words
     TWO_WORKERS = "two-workers"
+    TRACED = "traced"  # as misses and answers from memory, with the spans of every request sent
 
 
 @dataclass(frozen=True, slots=True)

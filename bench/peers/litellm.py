@@ -45,6 +45,8 @@ class LiteLLM:
         environment_of("litellm", _REQUIREMENTS)
 
     def lacks(self, setup: Setup) -> str | None:
+        if setup is Setup.TRACED:
+            return "its spans are not those of this bench"
         return "its semantic cache calls an embedding API per request" if setup is Setup.SEMANTIC else None
 
     def configuration(self, setup: Setup) -> str:

@@ -113,6 +113,8 @@ def _settings(
         "workers": 2 if setup is Setup.TWO_WORKERS else 1,
         "log_format": "json",
         "engines": {},
+        # the upstream takes any body, and a receiver's answer has no content that matters
+        **({"traces": {"endpoint": f"http://127.0.0.1:{stub.port}/v1/traces"}} if setup is Setup.TRACED else {}),
         "cache": {
             "is_semantic": setup in (Setup.SEMANTIC, Setup.WORDS),
             "check_share": 0 if setup is Setup.WORDS else 0.03,

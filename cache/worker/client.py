@@ -35,7 +35,7 @@ class SemanticClient:
     """
 
     def __init__(self, socket_path: Path | str, timeout_s: float = 0.5) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._status = wire.WorkerStatus(wire.WorkerState.AWAY)
         # why no lookup should wait: the worker has said nothing since
         self._silent_for: MissReason | None = MissReason.LOADING
@@ -66,7 +66,7 @@ class SemanticClient:
         After a lookup that was late, others return at once until the worker has sent anything.
         `timeout_s` can only shorten the client's.
         """
-        timeout_s = min(self._timeout_s, timeout_s) if timeout_s is not None else self._timeout_s
+        timeout_s = min(self.timeout_s, timeout_s) if timeout_s is not None else self.timeout_s
         if self._silent_for is not None and self.is_connected:
             return Miss(self._silent_for)
         try:

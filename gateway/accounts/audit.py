@@ -25,6 +25,7 @@ LEDGER_DROPPED = "ledger_dropped"
 BATCH_CANCELLED = "batch_cancelled"
 CACHE_IMPORTED = "cache_imported"
 CACHE_EXPORTED = "cache_exported"
+CONFIG_RELOADED = "configuration_reloaded"
 USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
 """The use of a deployment after an action; empty: in use."""
 

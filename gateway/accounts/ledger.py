@@ -11,11 +11,12 @@ import asyncio
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from enum import StrEnum
-from typing import Any, cast
+from operator import attrgetter
+from typing import Any, TypeVar, cast
 
 import msgspec
 import sqlalchemy as sa
@@ -27,12 +28,14 @@ from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
 from gateway.accounts.months import HOUR_MS
 from gateway.accounts.rollups import CORRECTION, DAY_MS, SPANS, SUMS
-from gateway.accounts.row import BOOKED, COUNTS, HIT_SUMS, HitsRow, LedgerRow, columns_of
+from gateway.accounts.row import BOOKED, CHECKING, COUNTS, HIT_SUMS, KINDS, HitsRow, LedgerRow, columns_of
 from policies import Usage, WindowKind
 from policies.budgets import DrainedSpend, OwnSpend
 from policies.windows import Window
 
+_Row = TypeVar("_Row", LedgerRow, HitsRow)
 _SAVED_BATCH = 500
+SESSION_DAYS_MAX = 8
 CURSOR = r"[0-9]{1,18}-[!-~]{1,100}"
 
 
@@ -41,7 +44,7 @@ class LedgerFilter:
     """A selection of rows; a field that is None selects all.
 
     `from_ms` is included and `until_ms` is not (unix milliseconds). An empty `user` selects
-    requests without a user. Sums know no `session`. `tag` is a tag's name, and `tag_value` its value.
+    requests without a user. `tag` is a tag's name, and `tag_value` its value.
     """
 
     team_id: int | None = None
@@ -73,6 +76,7 @@ class Group(StrEnum):
     USER = "user"
     TAG = "tag"
     REGION = "region"
+    SESSION = "session"
     DAY = "day"
 
 
@@ -99,6 +103,7 @@ class LedgerTotal(msgspec.Struct, frozen=True):
     user: str | None = None
     tag: str | None = None
     region: str | None = None
+    session: str | None = None
     day: str | None = None
 
 
@@ -188,15 +193,7 @@ class Ledger:
             return count
 
     async def _append(self, connection: AsyncConnection, by_id: Mapping[str, LedgerRow]) -> int:
-        table = schema.ledger
-        if self.database.is_sqlite:
-            new = await _insert_sqlite(self.database, connection, by_id)
-        else:  # a writer that pauses in here must not block the next one
-            await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
-            await months.prepare(connection, self.database, table, [row.at_ms for row in by_id.values()])
-            then, values = "ON CONFLICT (id, at_ms) DO NOTHING RETURNING id", list(map(_values_of, by_id.values()))
-            ids = await self.database.insert_many(connection, table, tuple(COLUMNS), values, then)
-            new = [by_id[row_id] for row_id in ids]
+        new = await self._new(connection, schema.ledger, by_id, _values_of)
         alike = rollups.alike(new)
         by_hour: dict[tuple[int, int], list[int]] = {}
         for row in new:
@@ -208,6 +205,22 @@ class Ledger:
         await self._add_to_counts(connection, new)
         await self._changed(connection, {hour for hour, _ in by_hour})  # of all teams: locked last, and briefly
         return len(new)
+
+    async def _new(
+        self, connection: AsyncConnection, table: sa.Table, rows: Mapping[str, _Row], values_of: Callable[[_Row], Any]
+    ) -> list[_Row]:
+        """Insert the rows with new ids, and return them."""
+        then = "ON CONFLICT (id, at_ms) DO NOTHING RETURNING id"
+        if self.database.is_sqlite:  # no other writer runs meanwhile
+            ids = (msgspec.json.encode(tuple(rows)).decode(),)
+            known = set((await connection.exec_driver_sql(_KNOWN.format(table.name), ids)).scalars())
+            rows, then = {row_id: row for row_id, row in rows.items() if row_id not in known}, ""
+        else:  # a writer that pauses in here must not block the next one
+            await connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = '30s'"))
+            await months.prepare(connection, self.database, table, [row.at_ms for row in rows.values()])
+        values = list(map(values_of, rows.values()))
+        inserted_ids = await self.database.insert_many(connection, table, table.c.keys(), values, then)
+        return [rows[row_id] for row_id in inserted_ids] if then else list(rows.values())
 
     async def saved(self, ids: Collection[str]) -> set[str]:
         """The members of `ids` that the ledger contains."""
@@ -255,13 +268,7 @@ class Ledger:
             return
         by_id = {row.id: row for row in sorted(rows, key=lambda row: row.id)}
         async with self.database.writing() as connection:
-            table = schema.ledger_hits
-            await months.prepare(connection, self.database, table, [row.at_ms for row in by_id.values()])
-            insert = self.database.insert(table).on_conflict_do_nothing().returning(table.c.id)
-            new: list[HitsRow] = []
-            for row in by_id.values():  # few
-                values = {column.name: getattr(row, column.name) for column in table.c}
-                new += [by_id[id] for id in (await connection.execute(insert, values)).scalars()]
+            new = await self._new(connection, schema.ledger_hits, by_id, _hits_values_of)
             # in the order of `_append`, so that the two cannot deadlock
             await self._add_to_sums(connection, rollups.hits(new), HIT_SUMS)
             await self._add_to_savings(connection, [line for row in new for line in _lines_of_hits(row)])
@@ -293,12 +300,14 @@ class Ledger:
 
         With `most` the kinds of tokens that are billed apart are left out. Counts whole UTC days:
         `from_ms` and `until_ms` are widened to them. The group TAG has the values of the filter's
-        `tag` or, without it, the names of tags. Raises Invalid for a user, a tag or a region together
-        with a key, model, deployment, kind or one another, and for a session.
+        `tag` or, without it, the names of tags. Sums by session are read from the rows of the last
+        SESSION_DAYS_MAX days of the filter, and have no hits. Raises Invalid for a user, a tag or a region
+        together with a key, model, deployment, kind or one another, and for a session with a user or tag.
         """
         where, names = where or LedgerFilter(), SUMS if most is None else SUMS[: len(COUNTS) + 1]
         async with self.database.reading() as connection:
-            first, end = await self._days(connection, where, is_by_day=Group.DAY in by)
+            is_by_day = bool({Group.DAY, Group.SESSION}.intersection(by)) or where.session is not None
+            first, end = await self._days(connection, where, is_by_day=is_by_day)
             table, columns, conditions = _source(by, where, first, end)
             sums = [_sum(table.c[name], name) for name in (*names, *HIT_SUMS)]
             statement = sa.select(*columns, *sums).where(*conditions).group_by(*columns)
@@ -437,29 +446,14 @@ def _lines_of_hits(row: HitsRow) -> Iterator[_Line]:
             yield (*key, line), requests, amount
 
 
-async def _insert_sqlite(
-    database: Database, connection: AsyncConnection, by_id: Mapping[str, LedgerRow]
-) -> list[LedgerRow]:
-    """Insert the rows with new ids, and return them.
-
-    Reads the known ids first: no other writer runs meanwhile.
-    """
-    ids = msgspec.json.encode(tuple(by_id)).decode()
-    found = await connection.exec_driver_sql(_KNOWN, (ids,))
-    known = set(found.scalars())
-    new = [row for row in by_id.values() if row.id not in known]
-    await database.insert_many(connection, schema.ledger, tuple(COLUMNS), list(map(_values_of, new)))
-    return new
-
-
-_values_of = columns_of(tuple(COLUMNS))
-_KNOWN = "SELECT id FROM ledger WHERE id IN (SELECT value FROM json_each(?))"
+_values_of, _hits_values_of = columns_of(tuple(COLUMNS)), attrgetter(*schema.ledger_hits.c.keys())
+_KNOWN = "SELECT id FROM {} WHERE id IN (SELECT value FROM json_each(?))"
 
 
 _FILTERS = ("team_id", "key_id", "alias", "deployment")
 
 
-def _conditions(table: sa.Table, where: LedgerFilter, names: Sequence[str] = _FILTERS) -> list[Any]:
+def _conditions(table: sa.FromClause, where: LedgerFilter, names: Sequence[str] = _FILTERS) -> list[Any]:
     return [table.c[name] == getattr(where, name) for name in names if getattr(where, name) is not None]
 
 
@@ -479,7 +473,7 @@ def _whole_days(days: sa.Table, where: LedgerFilter) -> list[Any]:
 
 def _source(
     by: Sequence[Group], where: LedgerFilter, first: int, end: int
-) -> tuple[sa.Table, list[sa.ColumnElement[Any]], list[Any]]:
+) -> tuple[sa.FromClause, list[sa.ColumnElement[Any]], list[Any]]:
     """The table with the groups of the days from `first` to before `end`, its columns and
     conditions.
 
@@ -488,8 +482,11 @@ def _source(
     filtered = {group for group in Group if getattr(where, group, None) is not None}
     axes = ({*by} | filtered) - {Group.TEAM, Group.DAY}
     is_by_day = Group.DAY in by
-    if where.session is not None:
-        raise Invalid("session", "its rows are kept, and no sums: ask for the rows")
+    if Group.SESSION in axes:
+        if axes & {Group.USER, Group.TAG}:
+            raise Invalid("by", "sums by session go with no user and no tag: leave these groups and filters out")
+        rows = _sums_of_rows(max(first, end - SESSION_DAYS_MAX), end)
+        return rows, [rows.c[group] for group in by], _conditions(rows, where, (*_FILTERS, "session", "region"))
     if len(axes) > 1:
         if axes & {Group.USER, Group.TAG, Group.REGION}:
             raise Invalid(
@@ -511,6 +508,22 @@ def _source(
     if value is not None:
         conditions.append(table.c.value == value)
     return table, [columns.get(group, table.c.value.label(group)) for group in by], conditions
+
+
+def _sums_of_rows(first: int, end: int) -> sa.Subquery:
+    """The rows of these days, each with the columns of a sum of one."""
+    rows = schema.ledger.c
+    is_check = rows.kind.in_(CHECKING)
+    columns = [rows[name] for name in (*_FILTERS, "session", "region", *COUNTS, *KINDS)]
+    values = {
+        "day": rows.at_ms // DAY_MS,
+        "requests": sa.case((rows.kind == CORRECTION, 0), else_=1),
+        "hits": sa.literal(0),
+        "saved_microusd": sa.literal(0),
+        "checks_microusd": sa.case((is_check, rows.cost_microusd), else_=0),
+    }
+    labelled = [value.label(name) for name, value in values.items()]
+    return sa.select(*columns, *labelled).where(rows.at_ms.between(first * DAY_MS, end * DAY_MS - 1)).subquery()
 
 
 def _position(cursor: str) -> tuple[int, str]:

@@ -1,5 +1,5 @@
 """Why prompts did not hit, by alias: the shares of the latest misses by cause, with an example
-each.
+each, and what those cost whose last words had been asked before: the most that mending it saves.
 
 No HTTP and no HTML. It counts the latest requests that Redis keeps, not all. Invariants: every
 reason of a miss has one cause (`CAUSE_OF`); an example has a text only where prompts may be logged.
@@ -49,30 +49,41 @@ CAUSE_OF = {reason: cause for cause, reasons in _REASONS.items() for reason in r
 
 
 async def cache_misses(parts: WorkerParts) -> models.MissesOut:
-    """Why the latest prompts did not hit: the share of each cause of each model's misses, an example, what to do."""
+    """Why the latest prompts did not hit: the share of each cause of each model's misses, what those cost that were asked
+    again, an example, what to do. What would save most comes first."""
     page = await parts.stats.routes(_is_miss, limit=_LATEST)
     counts: Counter[tuple[str, str]] = Counter()
     totals: Counter[str] = Counter()
     examples: dict[tuple[str, str], Record] = {}
-    for record in page.records:
+    repeats: Counter[tuple[str, str]] = Counter()
+    repeated: Counter[tuple[str, str]] = Counter()  # µUSD
+    known: set[tuple[int, str, str]] = set()
+    for record in reversed(page.records):
         pair = record.request.alias, CAUSE_OF.get(record.cache.miss_reason, "other")
         totals[record.request.alias] += 1
         counts[pair] += 1
-        example = examples.setdefault(pair, record)
-        if record.cache.nearest and not example.cache.nearest:
+        if record.cache.nearest or pair not in examples or not examples[pair].cache.nearest:
             examples[pair] = record
+        prompt = record.request.team_id, record.request.alias, record.cache.prompt_id
+        if prompt in known:
+            repeats[pair] += 1
+            repeated[pair] += record.money.cost_microusd
+        elif record.cache.prompt_id:
+            known.add(prompt)
     rows = [
         models.MissCauseOut(
             model=alias,
             cause=cause,
             count=count,
             share=count / totals[alias],
+            repeats=repeats[alias, cause],
+            repeats_microusd=repeated[alias, cause],
             advice=CAUSES[cause],
             example=_example(examples[alias, cause]),
         )
         for (alias, cause), count in counts.items()
     ]
-    rows.sort(key=lambda row: (-totals[row.model], row.model, -row.count, row.cause))
+    rows.sort(key=lambda row: (-row.repeats_microusd, -totals[row.model], row.model, -row.count, row.cause))
     return models.MissesOut(misses=len(page.records), causes=rows)
 
 

@@ -9,16 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_type_hints
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    JsonValue,
-    Strict,
-    create_model,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, Strict, create_model
 from pydantic_core import CoreSchema
 
 from cache.fingerprint import TEXT_CHARS_MAX
@@ -182,14 +173,14 @@ class KeyPatch(_In):
 _LIMITS = ("limit_microusd", "limit_tokens", "limit_requests")
 
 
-def _given(name: str) -> dict[str, JsonValue]:
-    return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
-
-
 class BudgetIn(_In):
     """A new budget. Exactly one of the three limits is given; it sets the unit."""
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [_given(name) for name in _LIMITS]})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"properties": {name: {"type": "integer"}}, "required": [name]} for name in _LIMITS]
+        }
+    )
 
     window: Annotated[WindowKind, Strict(False)]
     limit_microusd: _Limit | None = Field(None, description="a limit of money, in millionths of a dollar")
@@ -469,6 +460,7 @@ class LedgerSumOut(_Out):
     user: str | None = Field(description="empty: requests without one")
     tag: str | None = Field(description="a value of the tag that was asked for, else the name of a tag")
     region: str | None = Field(description="what the settings say of the deployments")
+    session: str | None = Field(description="empty: requests without one")
     day: str | None = Field(description="an ISO date, in UTC")
     is_other: bool = Field(description="the users or tags beyond those that are counted apart")
     requests: int
@@ -647,6 +639,12 @@ class TriedOut(_Out):
     prompt_tokens: int
     completion_tokens: int
     cost_microusd: int
+
+
+class ChangesOut(_Out):
+    """What has changed in the configuration, by the setting's path; empty where nothing has."""
+
+    changes: dict[str, str]
 
 
 class DeploymentFacts(_Out):
@@ -909,6 +907,10 @@ class MissCauseOut(_Out):
     cause: str = Field(description="documents, context, new, vetoes, doubt, loading, ...")
     count: int
     share: float = Field(description="of the model's misses that were counted")
+    repeats: int = Field(
+        description="of them, whose last words the team had asked this model before, among those counted"
+    )
+    repeats_microusd: int = Field(description="what those cost: the most that mending the cause would have saved")
     advice: str = Field(description="what to do about it")
     example: MissExampleOut = Field(description="the latest one, if possible with a text")
 

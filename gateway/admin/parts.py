@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gateway.deployments.shared_health import SharedHealth
     from gateway.journey.budget import Money
     from gateway.learning.reports import Reports
+    from gateway.reload import Configuration
     from gateway.settings import Settings
     from gateway.telemetry.measured_error import Certificates, MeasuredErrors
     from gateway.telemetry.parts import GatewayPart
@@ -45,6 +46,7 @@ class AdminParts:
     """
 
     settings: Settings
+    configuration: Configuration
     guard: Guard
     accounts: Accounts
     ledger: Ledger

@@ -26,9 +26,15 @@ def problems(
     last_hour: Summary | None,
     truths: Sequence[LiveError] = (),
     unverified: Sequence[str] = (),
+    refused: str = "",
 ) -> list[Problem]:
-    """All current problems; empty when all is well. `unverified` says of aliases that no deployment can verify their answers."""
+    """All current problems; empty when all is well.
+
+    `unverified` says of aliases that no deployment can verify their answers; `refused`, what is wrong
+    with the latest configuration.
+    """
     current = [
+        *([Problem(f"The configuration was not changed: {refused}", _DEPLOYMENTS, True)] if refused else ()),
         *_of_parts(parts, {view.name for view in deployments}),
         *_of_deployments(deployments, {part.name for part in parts if part.health is PartHealth.STARTING}),
         *_of_budgets(budgets, team_names),

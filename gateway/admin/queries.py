@@ -23,7 +23,7 @@ def _digits(text: Any) -> Any:
 
 GROUPS = {
     "team": Group.TEAM, "key": Group.KEY, "user": Group.USER, "model": Group.ALIAS, "deployment": Group.DEPLOYMENT,
-    "tag": Group.TAG, "region": Group.REGION, "day": Group.DAY,
+    "tag": Group.TAG, "region": Group.REGION, "session": Group.SESSION, "day": Group.DAY,
 }  # fmt: skip
 """What sums of the ledger can be grouped by, by the names of the API."""
 ROUTES_CURSOR = r"^([0-9]{1,19}-[0-9]{1,19})?$"  # an entry of a Redis stream; 20 digits may be too many

@@ -133,6 +133,7 @@ def _add_machine(api: APIRouter) -> None:
     api.get("/cache/certificate")(cache_views.certificate)
     api.post("/cache/certificate", status_code=201)(cache_views.certify)
     api.post("/answer", dependencies=_SECRET)(cache_views.answer)
+    api.post("/config/reload")(operations.reload)
     api.get("/audit")(cache_views.audit)
     api.post("/feedback")(cache_views.feedback)
 

@@ -180,9 +180,9 @@ async def ledger_sums(
     tag_value: Label | None = None,
     limit: Annotated[int, Field(ge=1, le=10_000), Whole] = 1_000,
 ) -> models.LedgerSumsOut:
-    """Sums of whole UTC days, with hits, by team, key, user, model, deployment, tag, region and day, those that cost
-    most first. Users, tags and regions go with teams and days alone; the values of one tag are those of `tag`, without
-    which `by=tag` gives their names."""
+    """Sums of whole UTC days, with hits, by team, key, user, model, deployment, tag, region, session and day, those
+    that cost most first. Users, tags and regions go with teams and days alone; the values of one tag are those of
+    `tag`, without which `by=tag` gives their names; sessions are those of the last 8 days, without hits."""
     groups = [GROUPS[name] for name in dict.fromkeys(by.split(",") if by else ())]
     where = replace(where, user=user, tag=tag, tag_value=tag_value)
     totals = await parts.ledger.totals(groups, where, limit + 1)
@@ -303,6 +303,7 @@ async def status(parts: WorkerParts) -> models.StatusOut:
             last_hour=summary,
             truths=parts.truth.live,
             unverified=[verifier.line for verifier in assigned(parts.settings) if not verifier.deployment],
+            refused=parts.configuration.refused,
         ),
     )
 

@@ -106,7 +106,10 @@ class Background:
         self._count = count
         self._works: dict[str, _Work] = {}
         self._beginning = 0
-        self._bytes_max = pipeline.settings.responses.team_stream_bytes_max
+
+    @property
+    def _bytes_max(self) -> int:
+        return self._pipeline.settings.responses.team_stream_bytes_max
 
     async def begin(self, turn: Turn, response: ResponseRenderer, identity: Identity) -> bytes:
         """Store a response and start its generation; returns its body as stored.

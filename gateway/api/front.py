@@ -303,12 +303,7 @@ def document(app: FastAPI, paths: Mapping[str, Any], schemas: Mapping[str, Any])
 
 
 def operation(
-    summary: str,
-    body: Mapping[str, Any] | None,
-    *,
-    streams: bool = False,
-    errors_of: str = "OpenAI",
-    is_body_needed: bool = True,
+    summary: str, body: Mapping[str, Any] | None, *, streams: bool = False, errors_of: str = "OpenAI"
 ) -> dict[str, Any]:
     """An OpenAPI operation with the error shape of a provider, `errors_of`.
 
@@ -330,7 +325,7 @@ def operation(
         "responses": {"200": {"description": "OK", "content": content}, **described_errors},
     }
     if body is not None:
-        described["requestBody"] = {"required": is_body_needed, "content": {"application/json": {"schema": body}}}
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return described
 
 

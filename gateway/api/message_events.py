@@ -314,6 +314,10 @@ def status_of(error: ApiError) -> int:
     return cause if is_told else _STATUSES.get(error.error_code or "", error.http_status)
 
 
+# Anthropic's words, by which Claude Code knows that it must compact: github.com/earendil-works/pi/issues/102
+_TOO_LONG = "prompt is too long"
+
+
 def error_fields_of(error: ApiError) -> dict[str, Any]:
     """An error in Anthropic's shape; its message names the invalid field.
 
@@ -323,6 +327,8 @@ def error_fields_of(error: ApiError) -> dict[str, Any]:
     message = error.message if is_named else f"{error.param}: {error.message}"
     if error.raw_body is not None:
         message = msgspec.json.decode(error.raw_body)["error"]["message"]
+    if error.error_code == "context_length_exceeded" and _TOO_LONG not in message:
+        message = f"{_TOO_LONG}: {message}"
     status = status_of(error)
     kind = "billing_error" if error.error_code == "insufficient_quota" else _ERRORS.get(status)
     kind = kind or ("invalid_request_error" if 400 <= status < 500 and status != 424 else "api_error")

@@ -5,6 +5,7 @@ module adds the constraints that no struct expresses. A test compares the paths 
 routes.
 """
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -36,24 +37,13 @@ _PLAIN = {
     "transcriptions": "Write down what is said",
     "translations": "Write down in English what is said",
 }
+# fmt: off
 _SHAPES = (
-    ChatRequest,
-    CompletionRequest,
-    ResponseRequest,
-    InputItem,
-    ConversationRequest,
-    MetadataRequest,
-    ItemsRequest,
-    MessageRequest,
-    PromptRequest,
-    ClientTool,
-    MessageBatchRequest,
+    ChatRequest, CompletionRequest, ResponseRequest, InputItem, ConversationRequest, MetadataRequest, ItemsRequest,
+    MessageRequest, PromptRequest, ClientTool, MessageBatchRequest, FeedbackRequest, BatchRequest, CacheFields, DetokenizeRequest,
     *(shape for name, shape in PLAIN_SHAPES.items() if name in _PLAIN),
-    FeedbackRequest,
-    BatchRequest,
-    CacheFields,
-    DetokenizeRequest,
 )
+# fmt: on
 _REF = "#/components/schemas/"
 
 
@@ -199,6 +189,11 @@ def _on(summary: str, *names: str, body: dict[str, Any] | None = None, **how: An
     return {**operation(summary, body, **how), "parameters": parameters}
 
 
+def _by(summary: str, shape: type, **how: Any) -> dict[str, Any]:
+    return operation(summary, _body(shape), **how)
+
+
+_said_on, _said_by = partial(_on, errors_of="Anthropic"), partial(_by, errors_of="Anthropic")
 _TOKENIZE_BODY: dict[str, Any] = {
     "type": "object",
     "additionalProperties": True,
@@ -214,17 +209,12 @@ _TOKENIZE_BODY: dict[str, Any] = {
 }
 
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
-_UPLOAD: dict[str, Any] = {
-    "type": "object",
-    "required": ["file", "purpose"],
-    "properties": {
-        "file": _FILE,
-        "purpose": {"enum": [INPUT, *INPUTS]},
-        _ANCHOR: {"enum": ["created_at"]},
-        _SECONDS: {"type": "integer", "minimum": EXPIRES_S[0], "maximum": EXPIRES_S[1]},
-    },
-    "dependentRequired": {_ANCHOR: [_SECONDS], _SECONDS: [_ANCHOR]},
+_EXPIRY: dict[str, Any] = {
+    _ANCHOR: {"enum": ["created_at"]},
+    _SECONDS: {"type": "integer", "minimum": EXPIRES_S[0], "maximum": EXPIRES_S[1]},
 }
+_UPLOAD = _object("file", "purpose", file=_FILE, purpose={"enum": [INPUT, *INPUTS]}, **_EXPIRY)
+_UPLOAD["dependentRequired"] = {_ANCHOR: [_SECONDS], _SECONDS: [_ANCHOR]}
 
 
 def _plain(kind: Kind) -> dict[str, Any]:
@@ -240,7 +230,7 @@ def _plain(kind: Kind) -> dict[str, Any]:
 
 PATHS: dict[str, Any] = {
     "/v1/chat/completions": {
-        "post": operation("Create a chat completion", _body(ChatRequest), streams=True),
+        "post": _by("Create a chat completion", ChatRequest, streams=True),
         "get": _on("List the team's stored chat completions", "limit", "order", "after", "model"),
     },
     "/v1/chat/completions/{id}": {
@@ -251,13 +241,11 @@ PATHS: dict[str, Any] = {
     "/v1/chat/completions/{id}/messages": {
         "get": _on("The messages of a stored chat completion", "id", "limit", "order", "after")
     },
-    "/v1/completions": {"post": operation("Create a completion", _body(CompletionRequest), streams=True)},
+    "/v1/completions": {"post": _by("Create a completion", CompletionRequest, streams=True)},
     "/v1/responses": {
-        "post": operation(
-            "Create a response, which is kept unless it asks not to be", _body(ResponseRequest), streams=True
-        )
+        "post": _by("Create a response, which is kept unless it asks not to be", ResponseRequest, streams=True)
     },
-    "/v1/responses/input_tokens": {"post": operation("The tokens of a response's input", _body(ResponseRequest))},
+    "/v1/responses/input_tokens": {"post": _by("The tokens of a response's input", ResponseRequest)},
     "/v1/responses/compact": {"post": operation("A summary that replaces a conversation", _COMPACTED)},
     "/v1/responses/{id}": {
         "get": _on("A kept response, or its events", "id", "stream", "starting_after", streams=True),
@@ -265,7 +253,7 @@ PATHS: dict[str, Any] = {
     },
     "/v1/responses/{id}/cancel": {"post": _on("Cancel a response in the background", "id")},
     "/v1/responses/{id}/input_items": {"get": _on("The input of a kept response", "id", "limit", "order", "after")},
-    "/v1/conversations": {"post": operation("Create a conversation", _body(ConversationRequest), is_body_needed=False)},
+    "/v1/conversations": {"post": _by("Create a conversation", ConversationRequest)},
     "/v1/conversations/{id}": {
         "get": _on("One conversation", "id"),
         "post": _on("Change a conversation's metadata", "id", body=_body(MetadataRequest)),
@@ -279,28 +267,22 @@ PATHS: dict[str, Any] = {
         "get": _on("An item of a conversation", "id", "item"),
         "delete": _on("Delete an item of a conversation", "id", "item"),
     },
-    "/v1/messages": {"post": operation("Create a message", _body(MessageRequest), streams=True, errors_of="Anthropic")},
-    "/v1/messages/count_tokens": {
-        "post": operation("The tokens of a message's prompt", _body(PromptRequest), errors_of="Anthropic")
-    },
+    "/v1/messages": {"post": _said_by("Create a message", MessageRequest, streams=True)},
+    "/v1/messages/count_tokens": {"post": _said_by("The tokens of a message's prompt", PromptRequest)},
     "/v1/messages/batches": {
-        "post": operation(
-            "Create a batch of messages, in Anthropic's shape", _body(MessageBatchRequest), errors_of="Anthropic"
-        ),
-        "get": _on("List the team's batches of messages", "limit", "after_id", "before_id", errors_of="Anthropic"),
+        "post": _said_by("Create a batch of messages, in Anthropic's shape", MessageBatchRequest),
+        "get": _said_on("List the team's batches of messages", "limit", "after_id", "before_id"),
     },
     "/v1/messages/batches/{batch}": {
-        "get": _on("One batch of messages", "batch", errors_of="Anthropic"),
-        "delete": _on("Delete an ended batch of messages with its results", "batch", errors_of="Anthropic"),
+        "get": _said_on("One batch of messages", "batch"),
+        "delete": _said_on("Delete an ended batch of messages with its results", "batch"),
     },
-    "/v1/messages/batches/{batch}/cancel": {"post": _on("Cancel a batch of messages", "batch", errors_of="Anthropic")},
-    "/v1/messages/batches/{batch}/results": {
-        "get": _on("The results of a batch of messages, by line", "batch", errors_of="Anthropic")
-    },
+    "/v1/messages/batches/{batch}/cancel": {"post": _said_on("Cancel a batch of messages", "batch")},
+    "/v1/messages/batches/{batch}/results": {"get": _said_on("The results of a batch of messages, by line", "batch")},
     **{f"/v1{kind.path}": {"post": _plain(kind)} for kind in KINDS if kind.name in _PLAIN},
-    "/v1/feedback": {"post": operation("Report a response right or wrong", _body(FeedbackRequest))},
+    "/v1/feedback": {"post": _by("Report a response right or wrong", FeedbackRequest)},
     "/tokenize": {"post": operation("The tokens of a text or a conversation, by a local engine", _TOKENIZE_BODY)},
-    "/detokenize": {"post": operation("The text of tokens, by a local engine", _body(DetokenizeRequest))},
+    "/detokenize": {"post": _by("The text of tokens, by a local engine", DetokenizeRequest)},
     "/v1/files": {
         "post": {
             **operation("Upload a file", None),
@@ -311,7 +293,7 @@ PATHS: dict[str, Any] = {
     "/v1/files/{file}": {"get": _on("One file", "file"), "delete": _on("Delete a file", "file")},
     "/v1/files/{file}/content": {"get": _on("The bytes of a file", "file")},
     "/v1/batches": {
-        "post": operation("Create a batch of the requests in a file", _body(BatchRequest)),
+        "post": _by("Create a batch of the requests in a file", BatchRequest),
         "get": operation("List the team's batches", None),
     },
     "/v1/batches/{batch}": {"get": _on("One batch", "batch")},
@@ -319,6 +301,8 @@ PATHS: dict[str, Any] = {
     "/v1/models": {"get": operation("List the models this key may use", None)},
     "/v1/models/{model}": {"get": _on("One model", "model"), "delete": _on("Is always refused", "model")},
 }
+
+PATHS["/v1/conversations"]["post"]["requestBody"]["required"] = False
 
 
 def routes_of(path: str, endpoint: Endpoint) -> Routes:

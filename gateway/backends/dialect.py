@@ -98,22 +98,20 @@ _NOT_MISTRALS = """
     safety_identifier prompt_cache_key prompt_cache_retention web_search_options
 """
 _NOT_IN_MISTRALS_MESSAGES = frozenset({"reasoning_content", "reasoning", "refusal", "annotations", "audio"})
-# "Prompt too long" keeps its words; what has none is another deployment's
-_MINIMAXS_STATUSES = {"1000": 500, "1001": 504, "1002": 429, "1004": 401, "1008": 402, "1024": 500, "1033": 500}
-_MINIMAXS_STATUSES |= dict.fromkeys(("1026", "1027", "2013"), 400)
-_ZHIPUS_STATUSES = {
-    **dict.fromkeys(("1000", "1001", "1002", "1003", "1004"), 401),
-    "1113": 402,
-    "1120": 503,
-    "1211": 404,
-    "1221": 404,
-    "1222": 404,
-    "1230": 500,
-    "1234": 500,
-    **dict.fromkeys(("1110", "1111", "1112", "1121", "1220", "1309", "1311"), 403),
-    **dict.fromkeys(("1210", "1212", "1213", "1214", "1215", "1261", "1301"), 400),
-    **dict.fromkeys(("1302", "1303", "1304", "1305", "1308", "1310", "1312", "1313"), 429),
+# fmt: off
+_MINIMAXS_CODES = {400: "1026 1027 2013", 401: "1004", 402: "1008", 429: "1002", 500: "1000 1024 1033", 504: "1001"}
+_ZHIPUS_CODES = {
+    400: "1210 1212 1213 1214 1215 1261 1301", 401: "1000 1001 1002 1003 1004", 402: "1113",
+    403: "1110 1111 1112 1121 1220 1309 1311", 404: "1211 1221 1222", 429: "1302 1303 1304 1305 1308 1310 1312 1313",
+    500: "1230 1234", 503: "1120",
 }
+# fmt: on
+
+
+def _by_code(codes: Mapping[int, str]) -> dict[str, int]:
+    return {code: status for status, some in codes.items() for code in some.split()}
+
+
 _EFFORTS = ("low", "medium", "high")
 _CLAUDE = ("anthropic",)
 # As of 2026-11-27; a later rule wins. A source is a page of the provider, or a report with its refusal.
@@ -143,9 +141,9 @@ _RULES = (
           "console.groq.com/docs/openai: Currently Unsupported OpenAI Features", ("api.groq.com",)),
     _Rule({"provider": "Gemini", "tool_name": r"[a-zA-Z_][a-zA-Z0-9_.:-]{0,63}"},
           "its own refusal: github.com/cline/cline/issues/7339", ("generativelanguage.googleapis.com",)),
-    _Rule({"provider": "MiniMax", "statuses": _MINIMAXS_STATUSES}, "platform.minimaxi.com/docs/api-reference/errorcode",
+    _Rule({"provider": "MiniMax", "statuses": _by_code(_MINIMAXS_CODES)}, "platform.minimaxi.com/docs/api-reference/errorcode",
           ("minimax.io", "minimaxi.com"), kinds=("openai", "anthropic")),
-    _Rule({"provider": "Zhipu", "statuses": _ZHIPUS_STATUSES}, "docs.bigmodel.cn/cn/api/api-code; docs.z.ai/api-reference/api-code",
+    _Rule({"provider": "Zhipu", "statuses": _by_code(_ZHIPUS_CODES)}, "docs.bigmodel.cn/cn/api/api-code; docs.z.ai/api-reference/api-code",
           ("bigmodel.cn", "z.ai"), kinds=("openai", "anthropic")),
     _Rule({"cache_write_factors": (1.25, 2.0)}, "docs.anthropic.com: Prompt caching, Pricing",
           model="claude", kinds=("openai", "litellm", "anthropic")),

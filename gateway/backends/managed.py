@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ from cache.event_loop import is_own_want
 from gateway.backends import base
 from gateway.backends.dialect import Dialect, dialect_of
 from gateway.backends.fitting import IDLE, check
+from gateway.backends.keys import Keys
 from gateway.backends.refusals import UpstreamRefusal, error_body, error_fields, refusal, retry_after_s, scrubbed, unfit
 from gateway.exceptions import let_go
 from gateway.wire.chunks import FinishTracker, to_chunk, with_pairs
@@ -176,7 +177,7 @@ class ManagedBackend:
     _: KW_ONLY
     model: str
     capabilities: frozenset[str]
-    api_key: str = ""
+    keys: Keys = field(default_factory=Keys)
     base_url: str | None = None
     headers: Mapping[str, str] | None = None
     unready: str = ""
@@ -204,7 +205,7 @@ class ManagedBackend:
 
     def load(self, prompt_tokens: int) -> base.Load:
         is_imported = self._importing is not None and self._importing.done()
-        reason = self.unready or ("" if is_imported else "litellm is being loaded")
+        reason = self.unready or self.keys.problem or ("" if is_imported else "litellm is being loaded")
         return base.Load(is_ready=not reason, reason=reason, running=self.running)
 
     async def library(self) -> Any:
@@ -212,11 +213,13 @@ class ManagedBackend:
         await self.start()
         if self._importing is not None:
             await asyncio.wait([self._importing])
-        if self.unready or self._importing is None:
-            raise base.BackendUnavailable(f"The deployment is not ready: {self.unready}")
+        if (reason := self.unready or self.keys.problem) or self._importing is None:
+            raise base.BackendUnavailable(f"The deployment is not ready: {reason}")
         return self._importing.result()
 
-    def arguments(self, request: base.BackendRequest, litellm: Any, is_stream: bool) -> dict[str, Any]:
+    def arguments(
+        self, request: base.BackendRequest, litellm: Any, is_stream: bool, api_key: str = ""
+    ) -> dict[str, Any]:
         """The arguments of litellm.acompletion, or of the function for a plain request.
 
         They include the body's known fields, and a generation's unknown fields if the provider
@@ -234,8 +237,8 @@ class ManagedBackend:
             raise unfit(f"`{min(lacking)}` is not supported by this model's API", min(lacking))
         if is_stream:
             arguments["stream_options"] = {"include_usage": True}
-        if self.api_key:
-            arguments["api_key"] = self.api_key
+        if api_key:
+            arguments["api_key"] = api_key
         if self.base_url:
             arguments["api_base"] = self.base_url
         if self.headers or request.trace:
@@ -260,12 +263,12 @@ class ManagedBackend:
         provider: str = litellm.get_llm_provider(self.model)[1]
         return _spoken(provider).is_openai_like or provider in litellm.openai_compatible_providers
 
-    def translated(self, error: Exception, litellm: Any, has_output: bool) -> base.BackendError:
+    def translated(self, error: Exception, litellm: Any, has_output: bool, api_key: str = "") -> base.BackendError:
         """The error of base.py for a litellm error. Inside a stream all errors are BackendBroken."""
         original = getattr(error, "original_exception", None)
         if isinstance(error, litellm.exceptions.MidStreamFallbackError) and isinstance(original, Exception):
             error = original
-        detail = scrubbed(f"{type(error).__name__}: {error}"[:1000], self.api_key)
+        detail = scrubbed(f"{type(error).__name__}: {error}"[:1000], api_key)
         if is_own_want(error):
             return base.BackendNotAsked(detail)
         if isinstance(error, litellm.exceptions.Timeout):
@@ -279,7 +282,7 @@ class ManagedBackend:
             return base.BackendUnavailable("The deployment failed", detail=detail)
         headers = getattr(error, "litellm_response_headers", None) or {}
         after_s = retry_after_s(headers, self.wall_clock())
-        translated = refusal(UpstreamRefusal(status, _body(error, litellm), after_s, self.api_key))
+        translated = refusal(UpstreamRefusal(status, _body(error, litellm), after_s, api_key))
         if not isinstance(translated, base.BackendRejected):
             translated.detail = detail
         return translated
@@ -294,6 +297,7 @@ class ManagedStream:
         self._is_stream = request.is_stream and request.choices == 1
         self._answer = PieceReader(request.request_id.removeprefix("req_"), request.body.get("tools"))
         self._finishes = FinishTracker(request.choices)
+        self.api_key = ""
         self._litellm: Any = None  # set once the provider has the request
         self._source: Any = None  # litellm's stream
         self._whole: Chunk | None = None
@@ -344,9 +348,16 @@ class ManagedStream:
             raise _given_up()
         self._litellm = litellm
         self._backend.running += 1
-        arguments = self._backend.arguments(self._request, litellm, self._is_stream)
         call = getattr(litellm, _PLAIN_CALLS.get(self._request.kind, "acompletion"))
-        reply = await self._bounded(call(**arguments))
+        reply = None
+        while reply is None:
+            self.api_key = self._backend.keys.take()
+            arguments = self._backend.arguments(self._request, litellm, self._is_stream, self.api_key)
+            try:
+                reply = await self._bounded(call(**arguments))
+            except base.BackendDenied as refused:
+                if not self._backend.keys.refused(self, refused):
+                    raise
         if self._is_stream:
             self._source = reply
         elif self._request.kind.is_plain:
@@ -396,7 +407,7 @@ class ManagedStream:
         """The error of base.py for a litellm error, whose frames are cleared: they reference each
         other.
         """
-        translated = self._backend.translated(error, self._litellm, self._has_output)
+        translated = self._backend.translated(error, self._litellm, self._has_output, self.api_key)
         let_go(error)
         return translated
 

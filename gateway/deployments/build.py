@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 from gateway.backends.anthropic.backend import AnthropicBackend
 from gateway.backends.base import Backend
 from gateway.backends.dialect import ANTHROPIC_URL, Dialect, dialect_of
+from gateway.backends.keys import Keys
 from gateway.backends.openai.backend import OpenAIBackend
 from gateway.deployments.catalog import Known, can_chat, known, microusd, with_writes
 from gateway.reserved import PAID, SEARCHES, canonical
-from gateway.settings import CAPABILITIES, DeploymentSettings, PriceSettings, Settings, deployment_name
+from gateway.settings import CAPABILITIES, DeploymentSettings, PriceSettings, Settings, deployment_name, keys_of
 from gateway.wire.types import KINDS, MEDIA
 from policies import Price
 from policies.prices import FREE
@@ -117,7 +118,7 @@ def build_backend(
 ) -> Backend:
     """The backend of one deployment, not started.
 
-    If `environ` lacks the variable with its key, the deployment is unready; its `load` has the
+    While its keys cannot be read, from `environ` or files, the deployment is unready; its `load` has the
     reason.
     """
     name = deployment_name(alias, deployment)
@@ -128,15 +129,12 @@ def build_backend(
         return LocalBackend(
             name, socket_path=settings.engine_socket(deployment.engine), model=alias, capabilities=facts.capabilities
         )
-    key = environ.get(deployment.api_key_env, "") if deployment.api_key_env else ""
-    unready = f"{deployment.api_key_env} is not set in the environment" if deployment.api_key_env and not key else ""
     assert deployment.model is not None, "the settings see to it"
     common_arguments: dict[str, Any] = {
         "model": deployment.model,
         "capabilities": facts.capabilities,
-        "api_key": key,
+        "keys": Keys(keys_of(deployment), environ),
         "headers": deployment.headers,
-        "unready": unready,
     }
     if deployment.backend == "litellm":
         from gateway.backends.managed import ManagedBackend

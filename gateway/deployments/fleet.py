@@ -50,14 +50,38 @@ class Fleet:
     def __init__(
         self, aliases: Mapping[str, Alias], embedder: Alias, replicas: Mapping[str, Sequence[Replicas]] = {}
     ) -> None:
+        self._uses: Mapping[str, str] = {}
+        self._closing: set[asyncio.Future[None]] = set()
+        self.unproven = frozenset[str]()  # aliases that came while it ran: none of their deployments need be there yet
+        self._take(aliases, embedder, replicas)
+
+    def _take(self, aliases: Mapping[str, Alias], embedder: Alias, replicas: Mapping[str, Sequence[Replicas]]) -> None:
         self.aliases = aliases
         self.replicas = replicas
-        self._uses: Mapping[str, str] = {}
         self._embedder = embedder
-        self._closing: set[asyncio.Future[None]] = set()
         self._whole_names = frozenset(name for name in aliases if not is_pattern(name))
         # the longest prefix first
         self._patterns = sorted((name for name in aliases if is_pattern(name)), key=len, reverse=True)
+
+    def take(self, fleet: "Fleet") -> list[Deployment]:
+        """Answer with the aliases of `fleet`, which `build_fleet` made of this one, from now on.
+
+        Requests under way go on with what they have. Returns the deployments that have gone, to be
+        closed when no request is left that began before.
+        """
+        before, groups = self.deployments, [group for lists in self.replicas.values() for group in lists]
+        self.unproven = frozenset(fleet.aliases.keys() - (self.aliases.keys() - self.unproven))
+        self._take(fleet.aliases, fleet._embedder, fleet.replicas)
+        self.take_uses(self._uses)
+        kept = set(map(id, self.deployments))
+        for deployment in self.deployments:
+            slots_max = deployment.settings.concurrency_max
+            deployment.slots.resize(
+                slots_max or SLOTS_DEFAULT, deployment.settings.queue_max, is_shared=bool(slots_max)
+            )
+        now = [group for lists in self.replicas.values() for group in lists]
+        before += [replica for group in groups if group not in now for replica in group.leaving]
+        return [one for one in before if id(one) not in kept]
 
     def configured(self, name: str) -> str:
         """The alias that takes requests for `name`; empty if no alias does."""
@@ -101,9 +125,12 @@ class Fleet:
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
 
-    async def start(self) -> None:
+    async def start(self, before: Sequence[Deployment] = ()) -> None:
+        """Start all deployments but those of `before`, which run."""
+        running = set(map(id, before))
         for deployment in self.deployments:
-            await deployment.backend.start()
+            if id(deployment) not in running:
+                await deployment.backend.start()
         await self.reread()
 
     async def reread(self) -> None:
@@ -122,18 +149,40 @@ class Fleet:
             await replicas.aclose()
 
 
-def build_fleet(settings: Settings, clock: Callable[[], float], embedder: SemanticClient) -> Fleet:
-    """Build the fleet that the settings describe, unconnected. The caller owns `embedder`."""
+def build_fleet(
+    settings: Settings, clock: Callable[[], float], embedder: SemanticClient, before: Fleet | None = None
+) -> Fleet:
+    """Build the fleet that the settings describe, unconnected. The caller owns `embedder`.
+
+    Of the fleet `before`, whatever is configured alike is part of the new one, and what has changed at
+    the same server keeps its breaker, its estimate and its slots. `before` itself does not change.
+    """
     use(settings.data_dir / PRICES)
     aliases, replicas = {}, dict[str, list[Replicas]]()
     for alias, model in settings.models.items():
-        deployments = [_build(alias, d, settings, clock) for d in model.deployments if not d.replicas]
-        prefixes = Prefixes()
-        for deployment in [d for d in model.deployments if d.replicas]:
-            make = partial(_replica, alias, deployment, settings, clock)
-            group = Replicas(deployment_name(alias, deployment), deployment.replicas, make, prefixes)
-            replicas.setdefault(alias, []).append(group)
-            deployments += group.by_url.values()
+        old = before.aliases.get(alias) if before is not None else None
+        groups = {group.name: group for group in before.replicas.get(alias, ())} if before is not None else {}
+        if old is not None and old.settings == model:
+            aliases[alias] = old
+            if groups:
+                replicas[alias] = list(groups.values())
+            continue
+        known = {deployment_name(alias, each): each for each in old.settings.deployments} if old is not None else {}
+        deployments = list[Deployment]()
+        prefixes = old.prefixes if old is not None and old.prefixes is not None else Prefixes()
+        for deployment in sorted(model.deployments, key=lambda each: bool(each.replicas)):
+            name = deployment_name(alias, deployment)
+            is_alike = known.get(name) == deployment
+            if deployment.replicas:
+                make = partial(_replica, alias, deployment, settings, clock)
+                group = groups[name] if is_alike else Replicas(name, deployment.replicas, make, prefixes)
+                replicas.setdefault(alias, []).append(group)
+                deployments += group.by_url.values()
+            elif old is not None and name in old.deployments:
+                same = old.deployments[name]
+                deployments.append(same if is_alike else _inherited(_build(alias, deployment, settings, clock), same))
+            else:
+                deployments.append(_build(alias, deployment, settings, clock))
         policy = RoutingPolicy(
             kind=PolicyKind(model.policy),
             ttft_ms_max=model.ttft_ms_max,
@@ -141,7 +190,20 @@ def build_fleet(settings: Settings, clock: Callable[[], float], embedder: Semant
         )
         by_name = {d.name: d for d in deployments}
         aliases[alias] = Alias(alias, model, policy, by_name, prefixes=prefixes if alias in replicas else None)
+        if old is not None:
+            aliases[alias].lengths, aliases[alias].hedges = old.lengths, old.hedges
     return Fleet(aliases, _embedder(settings, clock, embedder), replicas)
+
+
+def _inherited(deployment: Deployment, old: Deployment) -> Deployment:
+    """A deployment with what is known of the server from the `old` one, if it is the same server."""
+    deployment.slots = old.slots  # requests that run in them still count
+    if all(getattr(deployment.settings, name) == getattr(old.settings, name) for name in _SERVER):
+        deployment.health, deployment.estimate, deployment.prompts = old.health, old.estimate, old.prompts
+    return deployment
+
+
+_SERVER = ("backend", "base_url", "engine", "model", "api_key_env", "api_key_file", "api_keys", "headers")
 
 
 def _replica(

@@ -73,7 +73,7 @@ class Replicas:
         self._listed = listed
         self._make = make
         self.prefixes = prefixes
-        self._leaving: list[Deployment] = []
+        self.leaving: list[Deployment] = []
         self.by_url = {url: make(url) for url in [url for url in listed if is_http_url(url)] or [_NOWHERE]}
 
     @property
@@ -92,19 +92,19 @@ class Replicas:
             urls = list(self.by_url)
         before = self.by_url
         if has_changed := urls != list(before):
-            self._leaving += [replica for url, replica in before.items() if url not in urls]
+            self.leaving += [replica for url, replica in before.items() if url not in urls]
             new = {url: self._make(url) for url in urls if url not in before}
             for replica in new.values():
                 await replica.backend.start()
             self.by_url = {url: before.get(url) or new[url] for url in urls}
             _log.info("replicas_changed", deployment=self.name, replicas=len(urls))
-        for replica in [one for one in self._leaving if not one.answers]:
-            self._leaving.remove(replica)
+        for replica in [one for one in self.leaving if not one.answers]:
+            self.leaving.remove(replica)
             self.prefixes.forget(replica.name)
             await replica.backend.aclose()
         return has_changed
 
     async def aclose(self) -> None:
         """Close the replicas that have left the list."""
-        for replica in self._leaving:
+        for replica in self.leaving:
             await replica.backend.aclose()

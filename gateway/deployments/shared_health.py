@@ -29,7 +29,7 @@ from redis.exceptions import RedisError
 
 from cache.redis_link import RedisLink
 from gateway.deployments.deployment import Deployment
-from gateway.settings import Settings, is_loopback
+from gateway.settings import Settings, is_loopback, keys_of
 from policies.breaker import CALLERS_MAX, Asker, News
 from policies.estimate import HALF_LIFE_S, KEEP_PER_OBSERVATION, SUMS
 
@@ -295,6 +295,6 @@ def identity(deployment: Deployment, settings: Settings, host: str) -> str:
     is_here = url.netloc == "unix:" or is_loopback(url.hostname or "")
     where = [host, str(settings.run_dir)] if config.engine else [host] if is_here else []
     facts = (where, deployment.name, config.backend, config.engine, config.model, config.base_url, config.headers)
-    secret = os.environ.get(config.api_key_env or "", "")
+    secret = [os.environ.get(key.env or "", "") for key in keys_of(config)]  # a file's may change at any time
     key = (settings.secret or "").encode()[:64]
     return blake2b(msgspec.json.encode((facts, secret)), key=key, digest_size=16, person=b"sw.health").hexdigest()

@@ -62,6 +62,17 @@ class Slots:
         if self._wake is None:
             self._wake, self.granted = wake, 0
 
+    def resize(self, slots_max: int, waiting_max: int, *, is_shared: bool) -> None:
+        """Have so many from now on; requests in slots beyond them end in their own time."""
+        if is_shared:
+            self.granted, self._least = min(self.granted, slots_max), min(self._least, slots_max)
+        else:
+            self._wake, self.is_refused = None, False
+            self.granted = self._least = slots_max
+        self.slots_max, self.waiting_max = slots_max, waiting_max
+        for _ in range(min(self.waiting, self.granted - self.taken)):
+            self.call()
+
     @property
     def wanted(self) -> int:
         """The slots that run, and that requests wait for."""

@@ -49,6 +49,7 @@ class CacheFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     source: str = msgspec.field(default="miss", name="cache")  # exact | semantic | coalesced | miss | bypass
     similarity: float | None = None  # of the semantic hit, or of the nearest entry on a miss
     miss_reason: str = ""  # the reason for a semantic miss
+    prompt_id: str = ""  # of a miss: the same for the same last words of a team
     nearest: str = ""  # the nearest entry's text; empty unless prompts may be logged
     question: str = ""  # the last user text of a semantic hit; empty unless prompts may be logged
     awaited: str = ""  # how waiting for another worker, which made the same answer, ended: served | made | ended

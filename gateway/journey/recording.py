@@ -1,11 +1,12 @@
 """Makes the record of a finished request from the outcomes of its stages, once, on every exit."""
 
 import time
+from hashlib import blake2b
 from typing import Any
 
 from msgspec.structs import replace
 
-from cache import Entry
+from cache import Entry, Fingerprint
 from gateway.accounts import Identity
 from gateway.journey.flight import Flight, Reply
 from gateway.journey.generation import Generation
@@ -108,6 +109,7 @@ def _of_flight(flight: Flight, duration_ms: float) -> _Facts:
         store=stored.outcome,
         entry=entry.id if entry is not None else "",
         made_in=_maker(looked.entry),
+        prompt_id=_prompt_id(looked.fingerprint) if looked.entry is None else "",
         kept=kept(looked.entry),
         degraded=looked.degraded,
     )
@@ -227,6 +229,12 @@ def _replayed(entry: Entry, ttft_ms: float | None, duration_ms: float) -> tuple[
     usage = Usage(labels.get("prompt_tokens", 0), labels.get("completion_tokens", 0))
     money = _avoided(labels.get("baseline_microusd"), labels.get("cost_microusd", 0))
     return usage, money, Times(ttft_ms, duration_ms, max(0.0, labels.get("duration_ms", 0) - duration_ms))
+
+
+def _prompt_id(fingerprint: Fingerprint) -> str:
+    """A digest of a prompt's last words, which tells nothing without the key of its team."""
+    text = (fingerprint.text or "").encode()
+    return blake2b(text, digest_size=6, key=fingerprint.partition).hexdigest() if text else ""
 
 
 def _maker(entry: Entry | None) -> str:

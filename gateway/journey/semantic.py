@@ -112,7 +112,6 @@ class SemanticLookup:
         self._semantic = semantic
         self._exact = exact
         self._bounds = bounds
-        self._volatile = tuple(map(compile_pattern, settings.cache.volatile))
         self._clock = clock
         self._starting: asyncio.Future[None] | None = None
         self.errors = ErrorAccount(settings.workers)
@@ -136,8 +135,8 @@ class SemanticLookup:
         key = looked.words_key
         if key is None and fingerprint.text is not None:
             key = words_key(fingerprint.words, fingerprint.text)
-        if self._volatile and fingerprint.context:
-            context = without(fingerprint.context, self._volatile)
+        if (volatile := self._settings.cache.volatile) and fingerprint.context:
+            context = without(fingerprint.context, tuple(map(compile_pattern, volatile)))
             fingerprint = msgspec.structs.replace(fingerprint, context=context)
         return msgspec.structs.replace(looked, fingerprint=fingerprint, words_key=key)
 

@@ -8,7 +8,9 @@ the same answers, and never better.
 import contextlib
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from redis.exceptions import RedisError
 
@@ -30,7 +32,7 @@ from gateway.learning.spending import Spending
 from gateway.learning.verifiers import Verifiers
 from gateway.loggers import get_logger
 from gateway.pipeline import Learn, Pipeline
-from gateway.settings import Settings
+from gateway.settings import CacheSettings, Settings
 from gateway.telemetry import metric_names as m
 from gateway.telemetry.measured_error import Certificates, MeasuredErrors
 from gateway.telemetry.metrics import Metrics
@@ -39,9 +41,9 @@ from gateway.telemetry.stats import Stats
 _log = get_logger()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Learning:
-    """The learning parts of a worker."""
+    """The learning parts of a worker. `is_learning` where the cache is not exact only."""
 
     verdicts: VerdictStore
     judging: Judging
@@ -49,8 +51,9 @@ class Learning:
     reports: Reports
     truth: MeasuredErrors
     certificates: Certificates
-    learn: Learn | None  # takes each flight that is over; None where the cache is exact only
-    verifiers: Verifiers | None  # None where no verifier is named
+    is_learning: bool
+    verifiers: Verifiers | None  # None while no verifier is named
+    _open_verifiers: Callable[[], Verifiers | None]
     _requests: InternalRequests
     _spending: Spending
     _stats: Stats
@@ -63,6 +66,25 @@ class Learning:
         self._requests.connect(pipeline)
         if self.verifiers is not None:
             self.verifiers.connect(pipeline)
+
+    @property
+    def learn(self) -> Learn | None:
+        """Takes each flight that is over."""
+        return self._recorded if self.is_learning else None
+
+    def _recorded(self, flight: Flight, record: Record) -> None:
+        self.judging.recorded(flight, record)
+        if self.verifiers is not None:
+            self.verifiers.recorded(flight.generation)
+
+    def take(self, cache: CacheSettings, pipeline: Pipeline) -> None:
+        """Go on with other settings."""
+        self.truth.judge_error, self.checks.share = cache.judge_error_max, cache.check_share
+        self._spending.share, self.judging.reply_ttl_s = cache.verify_share, float(cache.feedback_ttl_s)
+        self.certificates.judges = _judges(cache)
+        if self.verifiers is None and (verifiers := self._open_verifiers()) is not None:
+            self.verifiers = self.judging.fallback = verifiers
+            verifiers.connect(pipeline)
 
     async def stop(self) -> None:
         """Begin no more checks, and end the gateway's own requests, for which no client waits any more."""
@@ -119,7 +141,10 @@ async def open_learning(
     truth = MeasuredErrors(Bounds(settings), cache.judge_error_max)
     spending = Spending(stats, cache.verify_share)
     requests = InternalRequests()
-    verifiers = _open_verifiers(settings, fleet, accounts, exact, verdicts, requests, spending, stats, metrics)
+    open_verifiers = partial(
+        _open_verifiers, settings, fleet, accounts, exact, verdicts, requests, spending, stats, metrics
+    )
+    verifiers = open_verifiers()
     findings = Findings(stats, metrics)
     checks = Checks(cache.check_share, requests, random.random)
     judging = Judging(
@@ -133,7 +158,7 @@ async def open_learning(
         defer=link.defer,
     )
     reports = Reports(verdicts, exact, stats, findings.count)
-    certificates = await _open_certificates(link, stats, truth.bounds, cache.verifier)
+    certificates = await _open_certificates(link, stats, truth.bounds, _judges(cache))
     return Learning(
         verdicts=verdicts,
         judging=judging,
@@ -141,8 +166,9 @@ async def open_learning(
         reports=reports,
         truth=truth,
         certificates=certificates,
-        learn=_learn(judging, verifiers) if cache.is_semantic else None,
+        is_learning=cache.is_semantic,
         verifiers=verifiers,
+        _open_verifiers=open_verifiers,
         _requests=requests,
         _spending=spending,
         _stats=stats,
@@ -150,15 +176,6 @@ async def open_learning(
         _accounts=accounts,
         _semantic=semantic,
     )
-
-
-def _learn(judging: Judging, verifiers: Verifiers | None) -> Learn:
-    def learn(flight: Flight, record: Record) -> None:
-        judging.recorded(flight, record)
-        if verifiers is not None:
-            verifiers.recorded(flight.generation)
-
-    return learn
 
 
 def _open_verifiers(
@@ -197,10 +214,13 @@ def _open_verifiers(
     )
 
 
-async def _open_certificates(link: RedisLink, stats: Stats, bounds: Bounds, model: str | None) -> Certificates:
+async def _open_certificates(link: RedisLink, stats: Stats, bounds: Bounds, judges: str) -> Certificates:
     """Read the certificates, so that this worker counts for them."""
-    judges = OwnJudges.names if model is None else f"{OwnJudges.names}, {model}"
     certificates = Certificates(link, stats, bounds, judges, time.time)
     with contextlib.suppress(RedisError):  # without Redis nothing is served by meaning
         await certificates.recall()
     return certificates
+
+
+def _judges(cache: CacheSettings) -> str:
+    return OwnJudges.names if cache.verifier is None else f"{OwnJudges.names}, {cache.verifier}"

@@ -31,7 +31,7 @@ class Checks:
     """The checks of one worker. `share` is the setting, `random` gives numbers in [0, 1)."""
 
     def __init__(self, share: float, requests: InternalRequests, random: Callable[[], float]) -> None:
-        self._share = share
+        self.share = share
         self._requests = requests
         self.random = random
         self._hits: OrderedDict[bytes, int] = OrderedDict()  # of this worker, by namespace
@@ -52,7 +52,7 @@ class Checks:
         self._hits[namespace] = hits + 1
         if len(self._hits) > _NAMESPACES_MAX:
             self._hits.popitem(last=False)
-        share = check_share(hits, self._share)
+        share = check_share(hits, self.share)
         if self.random() < share:
             about = replace(about, trial=replace(trial, chance=share))
             task = asyncio.ensure_future(self._requests.check(generation, about))
@@ -61,7 +61,7 @@ class Checks:
 
     async def aclose(self) -> None:
         """Begin no more checks, and cancel those under way, down to their deployments."""
-        self._share = 0.0
+        self.share = 0.0
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

@@ -30,7 +30,7 @@ class Spending:
 
     def __init__(self, stats: Stats, share: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._stats = stats
-        self._share = share
+        self.share = share
         self._clock = clock
         self._teams: dict[int, _TeamSpend] = {}
         self._read_at = -_READ_EVERY_S
@@ -38,7 +38,7 @@ class Spending:
     def allows(self, team_id: int, microusd: int) -> bool:
         """Whether a team may spend so much more."""
         team = self._teams.get(team_id) or _TeamSpend()
-        return is_affordable(microusd, team.spent, team.baseline, self._share, is_first_day=team.is_first_day)
+        return is_affordable(microusd, team.spent, team.baseline, self.share, is_first_day=team.is_first_day)
 
     def add(self, team_id: int, microusd: int) -> None:
         """A team has spent so much."""

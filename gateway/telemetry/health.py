@@ -70,6 +70,7 @@ class HealthMonitor:
         self._written = WriterStats()  # as counted in the metrics
         self.was_ready = False
         self._are_descriptors_scarce = False
+        self._named = set[str]()  # the deployments with gauges
         self.lag_s = 0.0
 
     async def run(self, metrics: Metrics) -> None:
@@ -180,10 +181,13 @@ class HealthMonitor:
         is_all_there = all(part.health in (PartHealth.OK, PartHealth.UNASKED) for part in parts)
         # what a provider does, and what an operator took out of use, is so on every host: no balancer
         # has a better one, and only requests find out that a deployment is back
-        is_answerable = all(
-            any(d.backend.load(0).is_ready or d.use for d in alias.deployments.values())
-            for alias in self.fleet.aliases.values()
-        )
+        unanswerable = {
+            name
+            for name, alias in self.fleet.aliases.items()
+            if not any(d.backend.load(0).is_ready or d.use for d in alias.deployments.values())
+        }
+        self.fleet.unproven &= unanswerable
+        is_answerable = not unanswerable - self.fleet.unproven  # a new alias takes no host out of service
         # before the first readiness every part must be ready, except deployments that are down, not
         # starting, and an embedder that can't be loaded; afterwards each alias needs only one
         # available deployment
@@ -222,6 +226,10 @@ class HealthMonitor:
             absence = alias.absence
             for cause in ABSENCES:
                 metrics.set(m.MODEL_UNAVAILABLE, float(absence == cause), alias.name, cause)
+        gone, self._named = self._named, {deployment.name for deployment in self.fleet.deployments}
+        for name in gone - self._named:
+            for gauge in (m.DEPLOYMENT_AVAILABLE, m.DEPLOYMENT_RUNNING, m.DEPLOYMENT_WAITING):
+                metrics.set(gauge, math.nan, name)
         for deployment in self.fleet.deployments:
             load = deployment.backend.load(0)
             is_available = deployment.is_available

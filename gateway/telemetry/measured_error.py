@@ -350,7 +350,7 @@ class Certificates:
         self._redis = redis
         self._stats = stats
         self._bounds = bounds
-        self._judges = judges
+        self.judges = judges
         self._clock = clock
 
     async def update(self, teams: Iterable[Team], embedder: str, rule: str) -> dict[Pair, Certificate]:
@@ -366,7 +366,7 @@ class Certificates:
             if team is None:
                 await self._redis.eval(_DROP, 1, _KEY, _field(pair))
                 continue
-            basis = Basis(self._bounds.error_max(team, pair[1]), self._judges, embedder, rule)
+            basis = Basis(self._bounds.error_max(team, pair[1]), self.judges, embedder, rule)
             before = _decoded(data)
             start = self._after(before, basis, is_first=not data)
             if start == before or await self._replace(pair, data, start):
@@ -399,7 +399,7 @@ class Certificates:
     async def restart(self, team: Team, alias: str, why: str) -> None:
         """Start a new certificate."""
         data = (await self._stored()).get((team.id, alias), b"")
-        before, basis = _decoded(data), Basis(self._bounds.error_max(team, alias), self._judges)
+        before, basis = _decoded(data), Basis(self._bounds.error_max(team, alias), self.judges)
         if before is not None:
             basis = msgspec.structs.replace(basis, embedder=before.basis.embedder, rule=before.basis.rule)
         after = self._made(basis, why)

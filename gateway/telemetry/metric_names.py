@@ -284,6 +284,14 @@ SEMANTIC_STRICTNESS = _gauge(
     "What the bound is multiplied with now: below 1 it has tightened itself.",
     "team model",
 )
+CONFIG_RELOADS = _counter(
+    "sameway_config_reloads_total",
+    "Changed configurations: taken (once for each worker) or refused (once for the host).",
+    "outcome",
+)
+CONFIG_LOADED = _gauge(
+    "sameway_config_loaded_seconds", Merge.MIN, "When the oldest configuration in use was taken, in unix seconds."
+)
 L1_BYTES = _gauge("sameway_l1_bytes", Merge.SUM, "Answers kept in the gateway workers' own memory.")
 DEPLOYMENT_AVAILABLE = _gauge(
     "sameway_deployment_available",

@@ -415,13 +415,21 @@ def _respell(piece: dict[str, Any], answer: ParsedAnswer) -> None:
         piece["choices"] = []  # strict clients need it
 
 
-def _mend(piece: dict[str, Any], failure: msgspec.ValidationError) -> None:
-    """Read the field that `failure` names as what is expected there, or leave it out."""
+def field_of(value: Any, failure: msgspec.ValidationError) -> tuple[Any, Any, str]:
+    """What holds the field of `value` that `failure` names, its name or index there, and what is expected.
+
+    Raises LookupError, TypeError or ValueError where there is none.
+    """
     expected, path = _FAILED_FIELD.findall(str(failure))[-1]
     *steps, last = [int(at) if at else name for name, at in _STEP.findall(path)]
-    inside: Any = piece
     for step in steps:
-        inside = inside[step]
+        value = value[step]
+    return value, last, expected
+
+
+def _mend(piece: dict[str, Any], failure: msgspec.ValidationError) -> None:
+    """Read the field that `failure` names as what is expected there, or leave it out."""
+    inside, last, expected = field_of(piece, failure)
     value = inside[last]
     if isinstance(value, dict) and value and "array" in expected:
         inside[last] = [value]

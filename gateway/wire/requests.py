@@ -17,6 +17,7 @@ from msgspec import Meta
 from gateway.reserved import calls_of, is_googles, may_name_urls, reserved_names
 from gateway.wire.errors import BadRequest
 from gateway.wire.plain import BYTES_PER_TOKEN, MEDIA_TOKENS_MAX, OUTPUT_TOKENS_MAX, PLAIN_SHAPES
+from gateway.wire.reader import field_of
 from gateway.wire.types import CHAT, COMPLETION, prompts_of
 from policies import Demand
 
@@ -295,7 +296,7 @@ def convert(body: dict[str, Any], shape: type[Any], prefix: str = "", *, is_stri
     try:
         return msgspec.convert(body, shape, strict=is_strict)
     except msgspec.ValidationError as error:
-        if (found := _NOT_INT.match(str(error))) and _made_whole(body, _PATH_PARTS.findall(found[1])):
+        if _has_whole_number(body, error):
             return convert(body, shape, prefix, is_strict=is_strict)
         problem, _, path = in_json_words(str(error)).partition(" - at `$")
         param = (prefix + path.rstrip("`")).lstrip(".") or None
@@ -314,22 +315,16 @@ def convert(body: dict[str, Any], shape: type[Any], prefix: str = "", *, is_stri
         raise BadRequest(f"Invalid {param or 'body'}: {problem}", param=param, code=code) from None
 
 
-def _made_whole(body: Any, path: Sequence[str]) -> bool:
-    """Replace a number such as 8.0 at a path within `body` by the integer that it is to JSON Schema; False: it is none.
-
-    Source: JSON Schema 2020-12, Core, section 4.2.3: 1.0 is an integer.
-    """
-    *steps, last = [int(step) if step.isdecimal() else step for step in path] or [""]
-    with suppress(LookupError, TypeError):
-        for step in steps:
-            body = body[step]
-        if body[last].is_integer():
-            body[last] = int(body[last])
+def _has_whole_number(body: Any, failure: msgspec.ValidationError) -> bool:
+    """Replace a number such as 8.0, where an integer is expected, by it: to JSON Schema (Core, 4.2.3) it is one."""
+    with suppress(LookupError, TypeError, ValueError):
+        inside, name, expected = field_of(body, failure)
+        if "int" in expected and isinstance(inside[name], float) and inside[name].is_integer():
+            inside[name] = int(inside[name])
             return True
     return False
 
 
-_NOT_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float` - at `\$([^`]+)`")
 _NO_MEMBER = "Invalid enum value "
 _PATH_PARTS = re.compile(r"\w+|\[\.{3}\]")  # `[...]` is any item
 

@@ -429,6 +429,21 @@ async def test_why_prompts_do_not_hit(world: World, client: httpx.AsyncClient) -
     assert "other questions" in found["causes"][0]["advice"]
 
 
+async def test_what_would_save_most_comes_first(world: World, client: httpx.AsyncClient) -> None:
+    """What was asked again, of the same model by the same team, with its cost; the first asking could not be a hit."""
+    asked = (("a", 1, "p"), ("a", 1, "p"), ("a", 2, "p"), ("a", 1, "q"), ("b", 1, "p"), ("a", 1, ""), ("a", 1, ""))
+    for number, (alias, team_id, prompt_id) in enumerate(asked):
+        facts: Any = {"alias": alias, "team_id": team_id, "prompt_id": prompt_id, "miss_reason": "far"}
+        world.stats.add(miss(request_id=f"req_{number}", cost_microusd=10, **facts))
+    for number in range(3):
+        facts = {"alias": "c", "prompt_id": "r", "miss_reason": "documents", "cost_microusd": 100}
+        world.stats.add(miss(request_id=f"req_c{number}", **facts))
+    await world.stats.flush()
+    causes = (await client.get("/admin/api/cache/misses")).json()["causes"]
+    told = [(one["model"], one["cause"], one["repeats"], one["repeats_microusd"]) for one in causes]
+    assert told == [("c", "documents", 2, 200), ("a", "new", 1, 10), ("b", "new", 0, 0)]
+
+
 async def test_the_ledger_in_pages_and_as_csv(world: World, client: httpx.AsyncClient) -> None:
     """Pages join without a gap, filters narrow both, and the CSV has every row with its time in ISO form."""
     for number in range(7):
@@ -506,11 +521,17 @@ async def test_the_ledger_is_summed_by_user_and_tag(world: World, client: httpx.
     [row] = (await client.get("/admin/api/ledger?session=run-1&region=eu")).json()["rows"]
     [region] = (await client.get("/admin/api/ledger/sums?by=region")).json()["sums"]
     assert (row["cost_microusd"], row["session"], region["region"], region["cost_microusd"]) == (9, "run-1", "eu", 9)
+    [[rest, run], [own]] = [
+        (await client.get(f"/admin/api/ledger/sums?{query}")).json()["sums"]
+        for query in ("by=session", "by=day,team,model&session=run-1")
+    ]
+    assert [(run[n], own[n]) for n in ("session", "requests", "cost_microusd")] == [("run-1", None), (1, 1), (9, 9)]
+    assert (rest["session"], rest["requests"], own["day"], own["model"]) == ("", 4, "2040-05-17", "small")
     for query in (
         "by=user,model",
         "by=user,tag",
         "by=region,tag",
-        "session=run-1",
+        "by=session,user",
         "by=tag&key_id=1",
         "by=nothing",
         "by=user,",

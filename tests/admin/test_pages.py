@@ -270,6 +270,29 @@ async def test_a_request_says_why_it_went_where_it_went(world: World, browser: h
     assert "No recent request matches." in (await browser.get("/admin/requests?request_id=req_c")).text
 
 
+async def test_a_request_says_where_its_time_and_money_went(world: World, browser: httpx.AsyncClient) -> None:
+    """Each part of the time, with its share of the whole; the parts of the cost at the deployment's prices; what to do."""
+    times = {"received_ms": 40.0, "exact_ms": 2.0, "semantic_ms": 60.0, "reserve_ms": 3.0, "queued_ms": 55.0}
+    said = {"verifier": "small", "verdict": "no", "verify_ms": 50.0}
+    attempts = (Attempt("small@api", "ok", 200.0, at_ms=120.0, ttft_ms=80.0),)
+    asked = {"deployment": "small@api", "prompt_tokens": 1_000, "completion_tokens": 500, "miss_reason": "unsure"}
+    world.stats.add(miss(request_id="req_slow", attempts=attempts, duration_ms=320.0, **times, **said, **asked))
+    await world.stats.flush()
+    (route,) = (await browser.get("/admin/api/routes")).json()["routes"]
+    assert [(one["name"], one["at_ms"], one["duration_ms"]) for one in route["stages"]] == [
+        ("receive", -40.0, 40.0),
+        ("exact lookup", 0.0, 2.0),
+        ("semantic lookup", 2.0, 10.0),
+        ("verifier", 12.0, 50.0),
+        ("reserve", 62.0, 3.0),
+        ("queue", 65.0, 55.0),
+        ("small@api", 120.0, 200.0),
+    ]
+    page = (await browser.get("/admin/requests")).text
+    for words in ("semantic lookup", "55 ms", "a verifier settles it", "of which 1,000 make", "of which 500 make"):
+        assert words in page
+
+
 async def test_deployments_tell_how_they_are(world: World, browser: httpx.AsyncClient) -> None:
     """An engine's memory, what it reused and guessed; a green light only for what answered last."""
     asked = {"small@api": None, "failing": False}

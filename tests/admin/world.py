@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI
@@ -233,8 +234,10 @@ async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterato
     files = Files(accounts.database, settings.batches, contents_at(settings.files_url), lambda: world.now_s)
     accounts.follow_uses(fleet.take_uses)
     link: Any = redis  # without the loop that exchanges
+    unchanged: Any = SimpleNamespace(refused="")  # a whole worker has a configuration that changes
     admin = AdminParts(
         settings=settings,
+        configuration=unchanged,
         guard=guard,
         accounts=accounts,
         ledger=ledger,

@@ -23,7 +23,9 @@ from gateway.backends.base import (
     BackendUnfit,
     Mark,
 )
+from gateway.backends.keys import Keys
 from gateway.backends.managed import ManagedBackend
+from gateway.settings import ApiKeySettings
 from gateway.wire.fold import fold
 from gateway.wire.types import EMBEDDING, RERANK, Chunk, Kind
 from policies import Usage
@@ -35,7 +37,7 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for 
 
 
 def make_managed(url: str, **options: Any) -> ManagedBackend:
-    options = {"model": "openai/mock", "capabilities": frozenset[str](), "api_key": SECRET, **options}
+    options = {"model": "openai/mock", "capabilities": frozenset[str](), "keys": Keys.fixed(SECRET), **options}
     return ManagedBackend("m", base_url=url, **options)
 
 
@@ -375,14 +377,14 @@ async def test_nobody_there() -> None:
 
 
 async def test_readiness_follows_the_import(upstream: Upstream) -> None:
-    """Unready until litellm is there, with the reason; a missing key says so and imports nothing."""
+    """Unready until litellm is there, with the reason; without its key for good, with that reason."""
     backend = make_managed(upstream.url)
     assert backend.load(1).reason == "litellm is being loaded"
     await backend.start()
     await backend.library()
     assert backend.load(1).is_ready
     await backend.aclose()
-    keyless = make_managed(upstream.url, unready="ANTHROPIC_API_KEY is not set in the environment")
+    keyless = make_managed(upstream.url, keys=Keys([ApiKeySettings(env="ANTHROPIC_API_KEY")], {}))
     await keyless.start()
     assert not keyless.load(1).is_ready
     with pytest.raises(BackendUnavailable, match="ANTHROPIC_API_KEY"):

@@ -23,8 +23,10 @@ from gateway.backends.base import (
     BackendUnavailable,
     Mark,
 )
+from gateway.backends.keys import Keys
 from gateway.backends.openai.backend import OpenAIBackend
 from gateway.backends.refusals import UpstreamRefusal, refusal, scrubbed
+from gateway.settings import ApiKeySettings
 from gateway.wire.chunks import read, unfold
 from gateway.wire.fold import fold
 from gateway.wire.types import COMPLETION, Chunk
@@ -647,7 +649,7 @@ async def test_many_at_once(upstream: Upstream, backend: OpenAIBackend) -> None:
 
 async def test_an_unready_deployment_says_why(upstream: Upstream) -> None:
     """A key that is not in the environment keeps a deployment out of routing, with its reason."""
-    backend = make_backend(upstream.url, unready="OPENAI_API_KEY is not set")
+    backend = make_backend(upstream.url, keys=Keys([ApiKeySettings(env="OPENAI_API_KEY")], {}))
     await backend.start()
     assert not backend.load(1).is_ready
     with pytest.raises(BackendUnavailable, match="OPENAI_API_KEY is not set"):

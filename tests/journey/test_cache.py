@@ -261,3 +261,18 @@ async def test_a_completion_has_its_length_spelled_out(world: World) -> None:
     assert (miss.cache, hit.cache, hit.content) == ("miss", "exact", "there was")
     assert world.backends["plain"].calls[0].body["max_tokens"] == 16
     assert (await world.record(miss)).request.operation == "text_completion"
+
+
+async def test_the_same_last_words_are_known_again(world: World) -> None:
+    """A miss has a digest of them, the same in another context, and another one at another team; a hit has none."""
+    asked = {"role": "user", "content": "what is known again?"}
+    ids = []
+    for today in ("Monday", "Tuesday"):
+        reply = await world.ask(messages=[{"role": "system", "content": f"Today is {today}"}, asked])
+        ids.append((await world.record(reply)).cache.prompt_id)
+    team = await world.team()
+    others = await world.record(await world.ask(asked["content"], key=team.key))
+    hit = await world.record(await world.ask(asked["content"], key=team.key))
+    assert ids[0] == ids[1] != ""
+    assert others.cache.prompt_id not in ("", ids[0])
+    assert (hit.cache.source, hit.cache.prompt_id) == ("exact", "")

@@ -20,6 +20,7 @@ from gateway.backends.dialect import dialect_of
 from gateway.backends.fitting import fitted
 from gateway.backends.local.request import engine_requests
 from gateway.backends.managed import ManagedBackend
+from gateway.backends.refusals import UpstreamRefusal, refusal
 from gateway.deployments.build import describe
 from gateway.journey.turn import arrive, read_turn
 from gateway.settings import CAPABILITIES, DeploymentSettings
@@ -483,3 +484,27 @@ async def test_another_deployment_honours_what_the_first_cannot(open_a_world: Op
     world.backends["second"].plays(unfit.value)
     refused = await ask(world, "chat", {"logit_bias": {"5": 2}})
     assert (refused.status, refused.error["param"]) == (400, "logit_bias")
+
+
+@pytest.mark.parametrize(
+    ("surface", "words"),
+    [("chat", "has a context of"), ("responses", "has a context of"), ("messages", "prompt is too long: ")],
+)
+@pytest.mark.parametrize("has_refused", [False, True])
+async def test_a_prompt_beyond_the_context_is_told_in_the_words_of_each_surface(
+    open_a_world: OpenWorld, surface: str, words: str, has_refused: bool
+) -> None:
+    """With the limit, by the gateway or by the server: an agent knows that it must compact."""
+    able = deployment("able", **({} if has_refused else {"context_tokens_max": 50}))
+    world = await open_a_world(models={"mock": {"deployments": [able]}})
+    if has_refused:
+        body = b'{"error": {"message": "This model has a context of 50 tokens", "code": "context_length_exceeded"}}'
+        world.backends["able"].plays(refusal(UpstreamRefusal(400, body)))
+    told = "x " * 2_000
+    asked = {"input": told} if surface == "responses" else {"messages": [{"role": "user", "content": told}]}
+    reply = await ask(world, surface, asked)
+    assert reply.status == 400
+    assert words in reply.error["message"]
+    assert "50 tokens" in reply.error["message"]
+    assert reply.error["type"] == "invalid_request_error"
+    assert surface == "messages" or reply.error["code"] == "context_length_exceeded"

@@ -57,8 +57,8 @@ class AnthropicBackend(OpenAIBackend):
             raise KeyError("input_tokens")
         return counted
 
-    def _own_fields(self) -> dict[str, tuple[str, str]]:
-        return {"x-api-key": ("x-api-key", self._api_key)} if self._api_key else {}
+    def _own_fields(self, api_key: str) -> dict[str, tuple[str, str]]:
+        return {"x-api-key": ("x-api-key", api_key)}
 
     def _fields_of(self, request: BackendRequest) -> str:
         native = request.native

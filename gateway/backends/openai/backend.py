@@ -18,6 +18,7 @@ import msgspec
 
 from gateway.backends.base import BackendRejected, BackendRequest, BackendUnavailable, Load
 from gateway.backends.fitting import said
+from gateway.backends.keys import Keys
 from gateway.backends.openai.errors import Translator
 from gateway.backends.openai.stream import EventReader, OpenAIStream
 from gateway.transport.http_client import Exchange
@@ -26,6 +27,7 @@ from gateway.wire.types import CHAT, KINDS
 
 _SET_ANEW = frozenset({"cache", "stream", "stream_options"})  # `cache` is Sameway's own
 _FRAMING = frozenset({"connection", "content-length", "transfer-encoding", "upgrade", "expect", "te", "trailer"})
+_HEADS_MAX = 256
 _METRICS_BYTES_MAX = 4 << 20
 _IN_PATHS = "/%:@!$&'()*+,;=~-._"  # characters that need no quoting in a path
 
@@ -34,8 +36,7 @@ class OpenAIBackend:
     """One deployment behind an OpenAI-compatible server.
 
     `headers` are sent with each request. At most `connections_max` connections are kept.
-    `is_salted` adds vLLM's `cache_salt`. `unready` is the reason why the deployment cannot be used,
-    or empty. For `tail_timeout_s` see `OpenAIStream`.
+    `is_salted` adds vLLM's `cache_salt`. For `tail_timeout_s` see `OpenAIStream`.
 
     A backend for a server of other shapes overrides `paths`, which maps a kind's path to the
     server's; `reader`, which translates its answers; and the methods for its fields and bodies.
@@ -52,11 +53,11 @@ class OpenAIBackend:
         model: str,
         capabilities: frozenset[str],
         api_key: str = "",
+        keys: Keys | None = None,
         headers: Mapping[str, str] | None = None,
         connect_timeout_s: float = 3.0,
         connections_max: int = 1000,
         is_salted: bool = False,
-        unready: str = "",
         tail_timeout_s: float = 5.0,
         wall_clock: Callable[[], float] = time.time,
         statuses: Mapping[str, int] | None = None,
@@ -65,18 +66,18 @@ class OpenAIBackend:
         self.capabilities = capabilities
         self.running = 0
         self._model = model
-        self._api_key = api_key
+        self._keys = Keys.fixed(api_key) if keys is None else keys
         self._connect_timeout_s = connect_timeout_s
         self._connections_max = connections_max
         self._is_salted = is_salted
         self._tail_timeout_s = tail_timeout_s
         self._wall_clock = wall_clock
-        self._translate = Translator(api_key, wall_clock, statuses)
+        self._statuses = statuses
         self._media = "application/json"
         self._socket_path, base_url = split_socket(base_url)
         self._url, self._headers = urlsplit(base_url), dict(headers or {})
-        self._heads: dict[str, bytes] = {}  # by a kind's own path, once it was sent to
-        self._unready = unready or self._fields()[1]
+        self._heads: dict[tuple[str, str], bytes] = {}  # by a kind's own path and the key, once it was sent to
+        self._unready = self._fields()[1]
         self._pool: Pool | None = None
 
     @functools.cached_property
@@ -90,7 +91,9 @@ class OpenAIBackend:
             self._socket_path,
         )
 
-    def _fields(self, client_headers: Iterable[tuple[str, str]] = ()) -> tuple[dict[str, tuple[str, str]], str]:
+    def _fields(
+        self, client_headers: Iterable[tuple[str, str]] = (), api_key: str = ""
+    ) -> tuple[dict[str, tuple[str, str]], str]:
         """The header fields of every request by lower-case name, and why they cannot be sent, or
         empty.
 
@@ -107,7 +110,7 @@ class OpenAIBackend:
         fields |= {name: (name, value) for name, value in client_headers}
         if url.username is not None:
             fields["authorization"] = ("Authorization", basic(url).decode())
-        fields |= self._own_fields()
+        fields |= self._own_fields(api_key) if api_key else {}
         fields |= {name.lower(): (name, value) for name, value in headers.items()}
         self._media = fields.pop("content-type", ("", self._media))[1]  # a form has another one
         for name, (_, value) in fields.items():
@@ -116,12 +119,7 @@ class OpenAIBackend:
             if not (name.isascii() and name.isprintable() and not set(name) & set(" :")) or set(
                 value + self._media
             ) & set("\r\n\0"):
-                subject = (
-                    "the API key"
-                    if name in ("authorization", "x-api-key") and not headers.get(name)
-                    else f"the header {name!r}"
-                )
-                return {}, f"{subject} holds characters that no header can carry"
+                return {}, f"the header {name!r} holds characters that no header can carry"
         return fields, ""
 
     def _head(
@@ -131,6 +129,7 @@ class OpenAIBackend:
         query: str = "",
         headers: Iterable[tuple[str, str]] = (),
         root: str | None = None,
+        api_key: str = "",
     ) -> bytes:
         """The request line and the headers that all requests to `path` share, below the base URL's path
         or `root`.
@@ -141,14 +140,14 @@ class OpenAIBackend:
         target = quote(root + path, safe=_IN_PATHS) + (f"?{query}" if query else "")
         if origin.is_forwarded:
             target = f"http://{origin.authority}{target}"
-        fields = {"host": ("Host", origin.authority)} | self._fields(headers)[0]
+        fields = {"host": ("Host", origin.authority)} | self._fields(headers, api_key)[0]
         lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.values()), ""]
         head = "\r\n".join(lines).encode()
         return head + (proxy_authorization(origin.proxy) if origin.is_forwarded and origin.proxy is not None else b"")
 
-    def _own_fields(self) -> dict[str, tuple[str, str]]:
+    def _own_fields(self, api_key: str) -> dict[str, tuple[str, str]]:
         """The header fields that authenticate the gateway, by lower-case name: name and value."""
-        return {"authorization": ("Authorization", f"Bearer {self._api_key}")} if self._api_key else {}
+        return {"authorization": ("Authorization", f"Bearer {api_key}")}
 
     def _fields_of(self, request: BackendRequest) -> str:
         """The further header lines of one request."""
@@ -172,7 +171,9 @@ class OpenAIBackend:
         """
         if self._pool is None:
             return ""
-        head = self._head("/metrics", "GET", root=self._url.path.rstrip("/").removesuffix("/v1"))
+        head = self._head(
+            "/metrics", "GET", root=self._url.path.rstrip("/").removesuffix("/v1"), api_key=self._keys.take()
+        )
         exchange, text = Exchange(head + b"\r\n"), b""
         try:
             await self._pool.send(exchange)
@@ -183,18 +184,21 @@ class OpenAIBackend:
         return text.decode("utf-8", "replace") if exchange.status == 200 else ""
 
     def stream(self, request: BackendRequest) -> OpenAIStream:
+        translate = Translator("", self._wall_clock, self._statuses)  # with the key of each try
         return OpenAIStream(
             request,
-            admit=self._admit,
+            admit=functools.partial(self._admit, translate),
             send=self._sent,
-            translate=self._translate,
+            translate=translate,
             on_end=self._left,
+            is_asked_again=functools.partial(self._keys.refused, translate),
             tail_timeout_s=self._tail_timeout_s,
             reader=self.reader(int(self._wall_clock())) if self.reader is not None else None,
         )
 
     def load(self, prompt_tokens: int) -> Load:
-        return Load(is_ready=not self._unready, reason=self._unready, running=self.running)
+        reason = self._unready or self._keys.problem
+        return Load(is_ready=not reason, reason=reason, running=self.running)
 
     def payload(self, request: BackendRequest) -> bytes:
         """The body to send. Raises BackendRejected."""
@@ -227,10 +231,11 @@ class OpenAIBackend:
             body["cache_salt"] = _salt(request.salt, body.get("cache_salt"))
         return said(body, request.dialect, request.kind)
 
-    def _admit(self, request: BackendRequest) -> Exchange:
+    def _admit(self, translate: Translator, request: BackendRequest) -> Exchange:
         """Build the exchange of a request, and count it as running. Raises BackendError."""
-        if self._unready:
-            raise BackendUnavailable(f"The deployment is not ready: {self._unready}")
+        if reason := self._unready or self._keys.problem:
+            raise BackendUnavailable(f"The deployment is not ready: {reason}")
+        api_key = translate.api_key = self._keys.take()
         if self._pool is None:
             raise BackendUnavailable("The deployment is not started")
         passage = request.passage
@@ -253,9 +258,11 @@ class OpenAIBackend:
         )
         header_lines += f"Content-Length: {size}\r\n\r\n"
         if passage is not None:
-            head = self._head(passage.path, passage.method, passage.query, passage.headers)
-        elif (head := self._heads.get(request.kind.path, b"")) == b"":
-            head = self._heads[request.kind.path] = self._head(self.paths[request.kind.path])
+            head = self._head(passage.path, passage.method, passage.query, passage.headers, api_key=api_key)
+        elif (head := self._heads.get((request.kind.path, api_key), b"")) == b"":
+            if len(self._heads) > _HEADS_MAX:  # of keys that have changed
+                self._heads.clear()
+            head = self._heads[request.kind.path, api_key] = self._head(self.paths[request.kind.path], api_key=api_key)
         self.running += 1
         return Exchange(head + header_lines.encode(), body, pieces=pieces)
 

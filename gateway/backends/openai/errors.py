@@ -23,7 +23,7 @@ _ABSENT = (404, 405, 409, 410)
 
 
 class Translator:
-    """Translates failures of a deployment whose key is `api_key`. `wall_clock` gives unix seconds.
+    """Translates failures of a request whose key is `api_key`. `wall_clock` gives unix seconds.
 
     `statuses` are those that the server's own codes stand for.
     """
@@ -32,7 +32,7 @@ class Translator:
         self, api_key: str, wall_clock: Callable[[], float] = time.time, statuses: Mapping[str, int] | None = None
     ) -> None:
         self._statuses = statuses or {}
-        self._api_key = api_key
+        self.api_key = api_key
         self._wall_clock = wall_clock
 
     def refused(self, exchange: Exchange, body: bytes, *, is_passage: bool = False) -> BackendError:
@@ -48,7 +48,7 @@ class Translator:
             return BackendRejected(words, status=502)
         is_absent = is_passage and exchange.status in _ABSENT
         status, limits = 400 if is_absent else exchange.status, limits_of(headers)
-        error = refusal(UpstreamRefusal(status, body, after_s, self._api_key, limits=limits, statuses=self._statuses))
+        error = refusal(UpstreamRefusal(status, body, after_s, self.api_key, limits=limits, statuses=self._statuses))
         if is_absent:
             error.status = exchange.status
         if is_passage and isinstance(error, BackendDenied):
@@ -57,7 +57,7 @@ class Translator:
 
     def in_band(self, data: bytes) -> BackendError | None:
         """The error that `data` inside a 200 tells of; None if it tells of none."""
-        return in_band(data, self._api_key, self._statuses)
+        return in_band(data, self.api_key, self._statuses)
 
     def failed(self, data: bytes) -> BackendError:
         """The error for `data` inside a 200 that is an error, with or without words."""
@@ -88,9 +88,9 @@ class Translator:
         cause = self.in_band(payload)
         if cause is not None and (payload.lstrip()[:1] != b"{" or not isinstance(cause, BackendUnavailable)):
             return cause
-        excerpt = scrubbed(payload[:200].decode("utf-8", "replace"), self._api_key)
+        excerpt = scrubbed(payload[:200].decode("utf-8", "replace"), self.api_key)
         how = "is no answer" if isinstance(error, msgspec.ValidationError) else "is not JSON"
         return BackendBroken(f"The deployment's {subject} {how}", detail=f"{error}: {excerpt}", is_final=True)
 
     def _text(self, error: BaseException) -> str:
-        return scrubbed(f"{type(error).__name__}: {error}", self._api_key)
+        return scrubbed(f"{type(error).__name__}: {error}", self.api_key)

@@ -100,6 +100,7 @@ class OpenAIStream(msgspec.Struct, eq=False):
     send: Callable[[Exchange], Awaitable[None]]
     translate: Translator
     on_end: Callable[[], None]
+    is_asked_again: Callable[[BackendError], bool]
     tail_timeout_s: float
     reader: EventReader | None = None
     _passing: _Passing | None = None  # of a plain answer that is no JSON
@@ -154,24 +155,11 @@ class OpenAIStream(msgspec.Struct, eq=False):
         request = self.request
         self._answer.key, self._answer.tools = request.request_id.removeprefix("req_"), request.body.get("tools")
         self._finishes = FinishTracker(request.choices, request.prompts)
-        exchange = self._exchange = self.admit(request)
-        if exchange.pieces is not None:
-            exchange.pieces = self._noted(exchange.pieces)
-        self._state = _WAITING
-        self._reading_since = asyncio.get_running_loop().time()
-        self._arm(self._first_within_s)
-        try:
-            await self.send(exchange)
-        except TransportError as error:
-            # no variable holds the error: with this frame it would be a cycle
-            is_own = isinstance(error, NotAsked)
-            raise (
-                (self._error and fresh(self._error)) or (not is_own and self._late()) or self.translate.unsent(error)
-            ) from None
+        while await self._refused(exchange := self._admitted()):  # with another key it begins anew
+            exchange.release()
+            self.on_end()
+            self._state = _NEW
         passage = request.passage
-        if exchange.status // 100 != 2 or (exchange.status == 204 and passage is None):
-            refused = await self._body(exchange, _ERROR_BYTES_MAX, is_cut=True)
-            raise self.translate.refused(exchange, refused, is_passage=passage is not None)
         kind = exchange.headers.get(b"content-type", b"").lower()
         is_json_or_page = kind.startswith((b"application/json", b"text/html"))
         if request.kind.is_plain and (passage is not None or not is_json_or_page):
@@ -186,6 +174,36 @@ class OpenAIStream(msgspec.Struct, eq=False):
             self._state = _STREAMING
         if self._state is not _OVER:
             self._arm(request.idle_timeout_s)
+
+    def _admitted(self) -> Exchange:
+        exchange = self._exchange = self.admit(self.request)
+        if exchange.pieces is not None:
+            exchange.pieces = self._noted(exchange.pieces)
+        self._state = _WAITING
+        return exchange
+
+    async def _refused(self, exchange: Exchange) -> bool:
+        """Send, and wait for the response's head. Returns whether its refusal concerns a key, and another
+        one is there; raises other refusals.
+        """
+        self._reading_since = asyncio.get_running_loop().time()
+        self._arm(self._first_within_s)
+        try:
+            await self.send(exchange)
+        except TransportError as error:
+            # no variable holds the error: with this frame it would be a cycle
+            is_own = isinstance(error, NotAsked)
+            raise (
+                (self._error and fresh(self._error)) or (not is_own and self._late()) or self.translate.unsent(error)
+            ) from None
+        passage = self.request.passage
+        if exchange.status // 100 != 2 or (exchange.status == 204 and passage is None):
+            refused = await self._body(exchange, _ERROR_BYTES_MAX, is_cut=True)
+            failure = self.translate.refused(exchange, refused, is_passage=passage is not None)
+            if not self.is_asked_again(failure):
+                raise fresh(failure)  # this frame holds the one that was kept
+            return True
+        return False
 
     async def _noted(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the pieces of a long body; each piece that the server takes ends its silence."""

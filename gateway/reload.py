@@ -1,0 +1,170 @@
+"""A worker's configuration, which is exchanged while it serves: built whole, then switched at once.
+
+    prepare    the new settings are read and their fleet is built and started, beside the one in use
+    switch     one step without awaiting: fleet, settings, routes and loops are the new ones
+    settle     the deployments that have gone are closed, once every request from before has ended
+    discard    in place of `switch`: another worker could not prepare
+
+A request keeps the alias, the deployments and the prices with which it began; limits and times are
+those of the moment. Invariants: what cannot be built changes nothing; no request is ended by a
+switch; between two switches everything is of one configuration.
+"""
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cache import CacheLimits, ExactCache, SemanticClient
+from cache.redis_link import RedisLink
+from gateway import control
+from gateway.deployments.deployment import Deployment
+from gateway.deployments.fleet import Fleet, build_fleet
+from gateway.learning.build import Learning
+from gateway.loggers import get_logger
+from gateway.pipeline import Pipeline
+from gateway.settings import Settings, differences, refuse_fixed
+from gateway.telemetry import metric_names as m
+from gateway.telemetry.metrics import Metrics
+
+CONFIG_CHANNEL = "sameway:config"
+_RELOAD_S = 60.0
+_LOOKED_UP_S = 5.0  # what a request awaits between its alias and its generation takes less
+
+_log = get_logger()
+
+
+class Configuration:
+    """The configuration of one worker. `settings` is the object that all its parts hold.
+
+    Each of `applied` is called within a switch, when settings and fleet are the new ones.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        pipeline: Pipeline,
+        *,
+        exact: ExactCache,
+        semantic: SemanticClient,
+        learning: Learning,
+        metrics: Metrics,
+        link: RedisLink,
+    ) -> None:
+        self.settings = settings
+        self.refused = ""  # why the latest one was, until another is taken
+        self.at_s = time.time()  # of the latest switch
+        self._fleet = pipeline.fleet
+        self._pipeline = pipeline
+        self._exact = exact
+        self._semantic = semantic
+        self._learning = learning
+        self._metrics = metrics
+        self._link = link
+        self._here = f"{socket.gethostname()}:{settings.run_dir}"
+        self.applied: list[Callable[[], None]] = []
+        self._next: tuple[Settings, Fleet] | None = None
+        self._leaving: list[Deployment] = []
+        metrics.set(m.CONFIG_LOADED, self.at_s)
+
+    async def obey(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what the supervisor asks. Raises SettingsError, OSError, ValueError."""
+        match request["act"]:
+            case "prepare":
+                await self.prepare(Settings.model_validate_json(Path(request["file"]).read_bytes()))
+            case "switch":
+                self.switch()
+            case "discard":
+                await self.discard()
+            case "settle":
+                await self.settle()
+            case "announce" if request["is_first"]:
+                await self._link.execute_command("PUBLISH", CONFIG_CHANNEL, f"{self._here} {os.urandom(8).hex()}")
+            case "refused":
+                self.refuse(request["reason"], is_first=request["is_first"])
+        return {}
+
+    async def follow(self) -> None:
+        """Have the configuration of this host read again when it has changed on another one. Raises RedisError."""
+        async with self._link.subscribe(CONFIG_CHANNEL) as subscription:
+            async for message in subscription.listen():
+                notice = message["data"].decode("utf-8", "replace") if message["type"] == "message" else self._here
+                if not notice.startswith(self._here):
+                    await self.reload("a change on another host", notice)
+
+    async def reload(self, why: str, notice: str = "") -> dict[str, Any]:
+        """Have the supervisor read the configuration again; its answer.
+
+        Raises OSError where there is no supervisor.
+        """
+        return await control.ask(self.settings.control_socket, _RELOAD_S, "reload", why=why, told=notice)
+
+    async def prepare(self, settings: Settings) -> None:
+        """Build what `settings` say, in place of an earlier one that was not switched to.
+
+        Raises SettingsError.
+        """
+        await self.discard()
+        refuse_fixed(differences(self.settings, settings))
+        fleet = build_fleet(settings, time.monotonic, self._semantic, self._fleet)
+        self._next = settings, fleet
+        await fleet.start(self._fleet.deployments)
+
+    async def discard(self) -> None:
+        """Close what was prepared and is not in use."""
+        if self._next is not None:
+            (_, fleet), self._next = self._next, None
+            kept = set(map(id, self._fleet.deployments))
+            await _close([one for one in fleet.deployments if id(one) not in kept])
+
+    def switch(self) -> None:
+        """Use what was prepared. Raises ValueError if nothing was."""
+        if self._next is None:
+            raise ValueError("no configuration was prepared")
+        (settings, fleet), self._next = self._next, None
+        changes = differences(self.settings, settings)
+        self._leaving += self._fleet.take(fleet)
+        self.settings.adopt(settings)
+        self._exact.limits = cache_limits(settings)
+        self._semantic.timeout_s = settings.cache.semantic_timeout_ms / 1000.0
+        self._learning.take(settings.cache, self._pipeline)
+        for applied in self.applied:
+            applied()
+        self.refused, self.at_s = "", time.time()
+        self._metrics.set(m.CONFIG_LOADED, self.at_s)
+        self._metrics.add(m.CONFIG_RELOADS, 1, "taken")
+        _log.info("configuration_changed", changes=changes)
+
+    async def settle(self) -> None:
+        """Close the deployments that have gone, once no request is left that began before this call."""
+        leaving, self._leaving = self._leaving, []
+        if leaving:
+            await asyncio.sleep(_LOOKED_UP_S)
+            if self._pipeline.generating:
+                await asyncio.wait(set(self._pipeline.generating))
+            await _close(leaving)
+
+    def refuse(self, reason: str, *, is_first: bool) -> None:
+        """The supervisor could not take a configuration. `is_first`: this worker counts it for the host."""
+        self.refused = reason
+        if is_first:
+            self._metrics.add(m.CONFIG_RELOADS, 1, "refused")
+            _log.error("configuration_refused", reason=reason, consequence="the one before stays in use")
+
+
+async def _close(deployments: list[Deployment]) -> None:
+    for deployment in deployments:
+        await deployment.backend.aclose()
+
+
+def cache_limits(settings: Settings) -> CacheLimits:
+    return CacheLimits(
+        size_bytes_max=settings.cache.size_bytes_max,
+        entry_bytes_max=settings.cache.entry_bytes_max,
+        ttl_s_max=settings.cache.ttl_s_max,
+        moving_ttl_s=settings.cache.moving_ttl_s,
+        l1_bytes_max=settings.cache.l1_bytes_max,
+    )

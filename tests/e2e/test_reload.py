@@ -1,0 +1,178 @@
+"""A configuration that changes while its gateway serves: the file, SIGHUP, the command and the admin API."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
+from tests.e2e.upstream import Upstream
+
+_fresh = itertools.count()
+
+
+class Changing:
+    """A gateway of two workers, and its file."""
+
+    def __init__(self, gateway: Gateway, folder: Path, url: str) -> None:
+        self.gateway = gateway
+        self.file = folder / "sameway.yaml"
+        self.url = url
+        # a connection each, so that requests reach both workers
+        headers = {"authorization": f"Bearer {API_KEY}", "connection": "close"}
+        self.client = httpx.Client(headers=headers, timeout=60)
+
+    def config(self, **models: Any) -> dict[str, Any]:
+        """The file's contents: an alias `mock`, and those of `models`, each at one deployment of its own name."""
+        at = {alias: {"deployments": [deployment(self.url, **given)]} for alias, given in models.items()}
+        first: dict[str, Any] = {"mock": {"deployments": [deployment(self.url, "plain", "mock")]}}
+        return {"workers": 2, "cache": {"check_share": 0}, "engines": {}, "models": first | at}
+
+    def write(self, config: dict[str, Any]) -> None:
+        """Another file in the place of the one that is there, as Kubernetes and careful editors do it."""
+        new = self.file.with_suffix(".new")
+        new.write_text(yaml.safe_dump(config))
+        new.replace(self.file)
+
+    def takes(self, **models: Any) -> None:
+        """Write the file, and wait until every worker answers with it."""
+        self.write(self.config(**models))
+        wait_for(lambda: all(self.served() == {"mock", *models} for _ in range(8)), 10, self.gateway.why_not_ready)
+
+    def served(self) -> set[str]:
+        """The aliases of the worker that answers."""
+        reply = self.client.get(f"{self.gateway.base_url}/models")
+        return {one["id"] for one in reply.json()["data"]} - {"all-minilm-l6-v2"}
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """`sameway reload`."""
+        argv = [sys.executable, "-m", "gateway", "reload", "--config", str(self.file)]
+        argv += ["--data-dir", str(self.gateway.data_dir), "--port", "0", *arguments]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=60)
+
+    def refusals(self) -> float:
+        """What the metric counts."""
+        lines = self.gateway.observe("/metrics").text.splitlines()
+        counts = [
+            line.split()[1] for line in lines if line.startswith('sameway_config_reloads_total{outcome="refused"}')
+        ]
+        return float(counts[0]) if counts else 0.0
+
+    def asks(self, model: str) -> int:
+        """The status of a request that no cache has."""
+        return self.chat(model).status_code
+
+    def chat(self, model: str, **body: Any) -> httpx.Response:
+        """The answer to a new question."""
+        body |= {"model": model, "messages": [{"role": "user", "content": f"{model} {next(_fresh)}"}]}
+        return self.client.post(f"{self.gateway.base_url}/chat/completions", json=body)
+
+
+@pytest.fixture(scope="module")
+def changing(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Changing]:
+    folder = tmp_path_factory.mktemp("reload")
+    first = Changing(Gateway(folder, {}), folder, upstream_process.url)
+    with run_gateway(folder, first.config()) as gateway:
+        yield Changing(gateway, folder, upstream_process.url)
+
+
+def test_ten_reloads_under_load_lose_no_request(changing: Changing, upstream: Upstream) -> None:
+    """Streams and requests go on while aliases come, change and go; those of an alias that has gone end whole."""
+    is_over = threading.Event()
+
+    def load() -> list[int]:
+        statuses = []
+        while not is_over.is_set():
+            statuses.append(changing.asks("mock"))
+            time.sleep(0.03)
+        return statuses
+
+    def stream() -> str:
+        return changing.chat("going", stream=True).text
+
+    with ThreadPoolExecutor(4) as pool:
+        loads = [pool.submit(load) for _ in range(2)]
+        try:
+            for turn in range(5):
+                upstream.reset()
+                changing.takes(going={"name": f"going-{turn}", "model": "mock?pace_ms=40;chunks=20"})
+                streams = [pool.submit(stream) for _ in range(2)]
+                wait_for(lambda: sum(one["body"]["model"].startswith("mock?") for one in upstream.seen().requests) == 2)
+                changing.takes()
+                assert changing.asks("going") == 404
+                assert all(one.result().count("data: [DONE]") == 1 and "error" not in one.result() for one in streams)
+        finally:
+            is_over.set()
+        statuses = [status for one in loads for status in one.result()]
+    assert len(statuses) > 20
+    assert set(statuses) == {200}
+
+
+def test_a_wrong_file_changes_nothing_and_is_told(changing: Changing) -> None:
+    """The command has an exit status and the reason, as have log, metric and dashboard; then a good one heals it."""
+    changing.takes()
+    before = changing.refusals()
+    wrong = changing.config()
+    wrong["models"]["mock"]["policy"] = "cheepest"
+    changing.write(wrong)
+    wait_for(lambda: changing.refusals() == before + 1)
+    told = changing.command()
+    assert told.returncode == 2
+    assert "models.mock.policy" in told.stderr
+    assert "cheapest" in told.stderr
+    assert changing.asks("mock") == 200
+    problems = [one["message"] for one in changing.gateway.admin("GET", "/status")["problems"]]
+    assert any("models.mock.policy" in one for one in problems)
+    assert "configuration_refused" in changing.gateway.log.read_text()
+    changing.takes(healed={"name": "healed", "model": "mock"})
+    problems = [one["message"] for one in changing.gateway.admin("GET", "/status")["problems"]]
+    assert not any("models.mock.policy" in one for one in problems)
+
+
+def test_every_way_to_reload_has_its_answer(changing: Changing) -> None:
+    """SIGHUP ends nothing; the command and the admin API tell what has changed, also where a restart is needed."""
+    changing.takes()
+    assert changing.gateway.process is not None
+    changing.gateway.process.send_signal(signal.SIGHUP)
+    told = changing.command()
+    assert (told.returncode, told.stdout) == (0, "Nothing has changed.\n"), told.stderr
+    assert changing.gateway.admin("POST", "/config/reload") == {"changes": {}}
+    config = {**changing.config(), "redis_timeout_ms": 700}
+    changing.write(config)
+    refused = changing.command()
+    assert refused.returncode == 2
+    assert "redis_timeout_ms: it changes by a restart alone" in refused.stderr
+    with pytest.raises(httpx.HTTPStatusError) as error:
+        changing.gateway.admin("POST", "/config/reload")
+    assert error.value.response.status_code == 400
+    assert "redis_timeout_ms" in error.value.response.text
+    changing.takes()
+    assert changing.asks("mock") == 200
+
+
+def test_a_setting_that_changes_counts_at_once(changing: Changing) -> None:
+    """A limit of bodies, which each endpoint has, is the new one in every worker."""
+    changing.takes()
+    changing.write(changing.config() | {"body_bytes_max": 30})
+    wait_for(lambda: all(changing.asks("mock") == 413 for _ in range(6)))
+    changing.write(changing.config())
+    wait_for(lambda: all(changing.asks("mock") == 200 for _ in range(6)))
+
+
+def test_without_a_gateway_the_command_says_so(changing: Changing, tmp_path: Path) -> None:
+    """Nobody listens for a data directory in which no gateway runs."""
+    told = changing.command("--data-dir", str(tmp_path / "elsewhere"))
+    assert told.returncode == 1
+    assert "no gateway" in told.stderr
