@@ -136,7 +136,7 @@ def _add_tables(commands: Any) -> None:
     get = models.add_subparsers(required=True, metavar="get").add_parser(
         "get", help="fetch what the configuration needs and is not here, by pinned hash"
     )
-    _add_settings(get)
+    _add_settings(get, serves=False)
     get.set_defaults(run=_get_models)
 
     prices = commands.add_parser("prices", help="the table of models' prices, for models without a price in the file")
@@ -147,30 +147,27 @@ def _add_tables(commands: Any) -> None:
     )
     update.add_argument("file", type=Path, help="litellm's model_prices_and_context_window.json, or a table of Sameway")
     update.add_argument("--to", type=Path, help="the table to change (default: prices.json in data_dir)")
-    _add_settings(update)
+    _add_settings(update, serves=False)
     update.set_defaults(run=_update_prices)
 
 
-def _add_settings(parser: argparse.ArgumentParser) -> None:
+_FLAGS = ("model", "host", "port", "workers", "data_dir", "log_prompts")  # of a command line, as settings
+
+
+def _add_settings(parser: argparse.ArgumentParser, *, serves: bool = True) -> None:
     parser.add_argument("--config", type=Path, help="a YAML file (default: $SAMEWAY_CONFIG, else the embedded default)")
-    parser.add_argument("--host", help="address to listen on")
-    parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one")
-    parser.add_argument("--workers", type=int, help="gateway processes")
     parser.add_argument("--data-dir", type=Path, help="where state is kept")
-    parser.add_argument("--log-prompts", action="store_const", const=True, help="write prompts and answers to the log")
     parser.add_argument("--model", help="the default engine's model: a GGUF file, a checkpoint folder or a hub name")
+    if serves:
+        parser.add_argument("--host", help="address to listen on")
+        parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one")
+        parser.add_argument("--workers", type=int, help="gateway processes")
+        prompts = "write prompts and answers to the log"
+        parser.add_argument("--log-prompts", action="store_const", const=True, help=prompts)
 
 
 def _settings(arguments: argparse.Namespace, load: Callable[..., Settings] = load_settings) -> Settings:
-    return load(
-        _config_path(arguments),
-        model=arguments.model,
-        host=arguments.host,
-        port=arguments.port,
-        workers=arguments.workers,
-        data_dir=arguments.data_dir,
-        log_prompts=arguments.log_prompts,
-    )
+    return load(_config_path(arguments), **{name: getattr(arguments, name, None) for name in _FLAGS})
 
 
 def _config_path(arguments: argparse.Namespace) -> Path | None:

@@ -160,14 +160,21 @@ def command_line() -> Iterator[str]:
         argparse.ArgumentParser.parse_args = original  # type: ignore[method-assign]
     (parser,) = caught
     yield f"{parser.prog}: {parser.description}"
+    yield from _commands(parser, parser.prog)
+
+
+def _commands(parser: argparse.ArgumentParser, said: str) -> Iterator[str]:
+    """The commands below what was `said` so far, and theirs."""
     for action in parser._actions:
         if not isinstance(action, argparse._SubParsersAction):
             continue
         for words in action._choices_actions:
-            yield f"{parser.prog} {words.dest}: {words.help}"
-            for option in action.choices[words.dest]._actions:
+            command = action.choices[words.dest]
+            yield f"{said} {words.dest}: {words.help}"
+            for option in command._actions:
                 kind = getattr(option.type, "__name__", "") or type(option).__name__.strip("_")
-                yield f"{parser.prog} {words.dest} {' '.join(option.option_strings)} ({kind}): {option.help}"
+                yield f"{said} {words.dest} {' '.join(option.option_strings)} ({kind}): {option.help}"
+            yield from _commands(command, f"{said} {words.dest}")
 
 
 def metrics() -> Iterator[str]:
