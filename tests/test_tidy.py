@@ -26,8 +26,8 @@ EXPORTS_MAX = 20
 ROOMS = {
     "gateway": (
         "gateway", "__main__", "cli", "doctor", "console", "worker", "supervisor", "child_output", "reconcile", "app",
-        "admin", "api", "batches", "alerts", "learning", "telemetry", "pipeline", "journey", "deployments", "backends", "accounts",
-        "wire", "transport", "exceptions", "loggers", "config_file", "data_dir", "weights", "settings",
+        "admin", "api", "batches", "alerts", "reload", "learning", "telemetry", "pipeline", "journey", "deployments", "backends",
+        "accounts", "wire", "transport", "exceptions", "loggers", "control", "config_file", "data_dir", "weights", "settings",
         "reserved", "extras", "version",
     ),
     "cache": (
