@@ -53,7 +53,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 2850, "gateway/accounts": 2950, "gateway/admin": 3320, "gateway/alerts": 440, "gateway/api": 4290,
+    "gateway": 2930, "gateway/accounts": 2960, "gateway/admin": 3420, "gateway/alerts": 440, "gateway/api": 4290,
     "gateway/backends": 3100, "gateway/batches": 1210, "gateway/deployments": 1800, "gateway/journey": 3120,
     "gateway/learning": 1540, "gateway/reconcile": 610, "gateway/telemetry": 1890, "gateway/transport": 800,
     "gateway/wire": 2200, "cache": 1100, "cache/decision": 1050, "cache/encoder": 390, "cache/exact": 1270,

@@ -14,7 +14,19 @@ from tests.admin.seed import seed
 from tests.admin.world import NOW_S, World, open_world
 from tests.telemetry.records import hit
 
-PAGES = ("", "/requests", "/teams", "/savings", "/cache", "/deployments", "/batches", "/ledger", "/audit", "/login")
+PAGES = (
+    "",
+    "/requests",
+    "/teams",
+    "/savings",
+    "/cache",
+    "/deployments",
+    "/models",
+    "/batches",
+    "/ledger",
+    "/audit",
+    "/login",
+)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, REMOTE, World, open_world
 from tests.services import run_redis
 from tests.telemetry.records import hit, miss
 
-PAGES = ("", "/requests", "/teams", "/savings", "/cache", "/deployments", "/batches", "/ledger", "/audit")
+PAGES = ("", "/requests", "/teams", "/savings", "/cache", "/deployments", "/models", "/batches", "/ledger", "/audit")
 OWN = {"sec-fetch-site": "same-origin"}
 
 
