@@ -11,6 +11,7 @@ switch; between two switches everything is of one configuration.
 """
 
 import asyncio
+import gc
 import os
 import socket
 import time
@@ -168,6 +169,8 @@ class Configuration:
             if self._pipeline.generating:
                 await asyncio.wait(set(self._pipeline.generating))
             await _close(leaving)
+            del leaving
+            gc.collect()  # a deployment and its shared health refer to each other, and collections are rare
 
     def refuse(self, reason: str, *, is_first: bool) -> None:
         """The supervisor could not take a configuration. `is_first`: this worker counts it for the host."""
