@@ -47,6 +47,7 @@ WORKER_SETTINGS = "SAMEWAY_WORKER_SETTINGS"
 _HANDED = "worker.json"
 _LOOK_EVERY_S = 0.25  # at the configuration's file
 _STEP_S = 10.0  # for a worker's step; building a fleet takes milliseconds
+_STARTING_S = 0.05
 _ENGINE_S = 10.0
 _QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 # glibc's environment of a gateway worker: its allocator keeps little, and what it keeps is small
@@ -395,13 +396,16 @@ class Supervisor:
         """Ask a worker for a step. Returns its error; empty if all is well, or if it will start with the new
         settings anyway.
         """
-        if worker.process is None or worker.process.returncode is not None or worker.heartbeat is None:
-            return ""
-        try:
-            answer = await control.ask(worker.heartbeat.path, None if act == "settle" else _STEP_S, act, **values)
-        except (OSError, ValueError) as error:
-            return f"{worker.name} does not answer: {error or type(error).__name__}"
-        return str(answer.get("error", ""))
+        ends_at, timeout_s = time.monotonic() + _STEP_S, None if act == "settle" else _STEP_S
+        while worker.process is not None and worker.process.returncode is None and worker.heartbeat is not None:
+            try:
+                return str((await control.ask(worker.heartbeat.path, timeout_s, act, **values)).get("error", ""))
+            except (OSError, ValueError) as error:
+                is_starting = isinstance(error, FileNotFoundError | ConnectionRefusedError)
+                if not is_starting or time.monotonic() > ends_at:
+                    return f"{worker.name} does not answer: {error or type(error).__name__}"
+            await asyncio.sleep(_STARTING_S)
+        return ""
 
     async def _settle(self) -> None:
         """Stop the engines that no deployment uses, once no worker has a request left for them."""

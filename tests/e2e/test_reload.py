@@ -179,7 +179,7 @@ def test_without_a_gateway_the_command_says_so(changing: Changing, tmp_path: Pat
 
 
 def test_a_model_is_kept_in_the_database(changing: Changing) -> None:
-    """A dry run changes nothing; a change is used, audited, reverted and known after a restart; the file wins."""
+    """A dry run changes nothing; a change is used, audited and reverted; the file wins."""
     changing.takes()
     admin, all_served = changing.gateway.admin, lambda *names: all(changing.served() == set(names) for _ in range(6))
     model = {"deployments": [deployment(changing.url, "kept-there")]}
@@ -201,12 +201,22 @@ def test_a_model_is_kept_in_the_database(changing: Changing) -> None:
     changing.write(changing.config())
     wait_for(lambda: changing.chat("kept").headers.get("x-sameway-backend") == "kept-there")
 
-    changing.gateway.stop()
-    changing.gateway.start()
-    wait_for(lambda: all_served("mock", "kept"))
     admin("POST", "/config/models/revert", json={"id": change["id"]})
     assert all_served("mock")
     assert changing.asks("kept") == 404
+
+
+@pytest.mark.long
+def test_a_kept_model_is_known_after_a_restart(changing: Changing) -> None:
+    """A worker that starts finds what the database has."""
+    changing.takes()
+    model = {"deployments": [deployment(changing.url, "lasting")]}
+    changing.gateway.admin("POST", "/config/models", json={"alias": "lasting", "model": model})
+    changing.gateway.stop()
+    changing.gateway.start()
+    wait_for(lambda: all(changing.served() == {"mock", "lasting"} for _ in range(6)))
+    changing.gateway.admin("POST", "/config/models", json={"alias": "lasting", "model": None})
+    assert changing.served() == {"mock"}
 
 
 @pytest.mark.parametrize(
