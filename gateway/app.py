@@ -351,12 +351,9 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     watch = HealthMonitor(
         settings, link, accounts, writer=writer, semantic=semantic, fleet=fleet, money=money, pipeline=pipeline
     )
-    configuration = Configuration(
-        settings, pipeline, exact=exact, semantic=semantic, learning=learning, metrics=metrics, link=link
-    )
     return WorkerParts(
         settings=settings,
-        configuration=configuration,
+        configuration=Configuration(settings, pipeline, semantic, learning, metrics=metrics, link=link),
         guard=_guard(settings, accounts, metrics, link),
         link=link,
         accounts=accounts,

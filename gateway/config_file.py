@@ -23,6 +23,7 @@ from gateway.settings import (
     SECTIONS,
     DeploymentSettings,
     Settings,
+    SettingsError,
     did_you_mean,
     keys_of,
     refuse_settings,
@@ -81,6 +82,42 @@ def check_settings(
     refuse_settings([*wrong, *noted] if wrong or weak else [], weak)
     assert settings is not None
     return settings
+
+
+def with_models(settings: Settings, kept: Mapping[str, Any]) -> Settings:
+    """The file's settings with the models that are `kept` in the database; where both name one, the
+    file's counts.
+
+    A kept model takes its keys from where a deployment of the file takes one, and has no credentials,
+    as pages show it. Raises SettingsError.
+    """
+    if not kept:
+        return settings
+    places = {(key.env, key.file) for _, deployment in _deployments(settings) for key in keys_of(deployment)}
+    values = settings.model_dump(mode="json", exclude_unset=True)
+    values["models"] = {
+        **kept,
+        **{alias: m.model_dump(mode="json", exclude_unset=True) for alias, m in settings.models.items()},
+    }
+    try:
+        merged = Settings.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError(
+            "\n".join(dict.fromkeys(line for issue in error.errors() for line in _explain(issue)))
+        ) from None
+    wrong = [line for line in _unknown_capabilities(merged) if line.startswith(tuple(f"models.{one}." for one in kept))]
+    for where, deployment in _deployments(merged):
+        if where.split(".deployments.")[0].removeprefix("models.") in settings.models:
+            continue
+        urls = [deployment.base_url or "", *deployment.replicas]
+        if deployment.headers or any("@" in urlsplit(url).netloc for url in urls):
+            wrong.append(f"{where}: `headers` and credentials in a URL may be secret: only the file can have them")
+        if any((key.env, key.file) not in places for key in keys_of(deployment)):
+            wrong.append(
+                f"{where}: its key is none that a deployment of the file has; only the file can name a new one"
+            )
+    refuse_settings(wrong, [])
+    return merged
 
 
 def notes(settings: Settings) -> list[str]:

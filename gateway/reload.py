@@ -11,16 +11,18 @@ switch; between two switches everything is of one configuration.
 """
 
 import asyncio
+import gc
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cache import CacheLimits, ExactCache, SemanticClient
+from cache import CacheLimits, SemanticClient
 from cache.redis_link import RedisLink
 from gateway import control
+from gateway.accounts.audit import Audit
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.learning.build import Learning
@@ -47,23 +49,24 @@ class Configuration:
         self,
         settings: Settings,
         pipeline: Pipeline,
-        *,
-        exact: ExactCache,
         semantic: SemanticClient,
         learning: Learning,
+        *,
         metrics: Metrics,
         link: RedisLink,
     ) -> None:
         self.settings = settings
+        self.kept = frozenset[str]()  # the aliases that come from the database
         self.refused = ""  # why the latest one was, until another is taken
         self.at_s = time.time()  # of the latest switch
         self._fleet = pipeline.fleet
         self._pipeline = pipeline
-        self._exact = exact
+        self._exact = pipeline.exact
         self._semantic = semantic
         self._learning = learning
         self._metrics = metrics
         self._link = link
+        self._audit = Audit(pipeline.accounts.database)
         self._here = f"{socket.gethostname()}:{settings.run_dir}"
         self.applied: list[Callable[[], None]] = []
         self._next: tuple[Settings, Fleet] | None = None
@@ -75,6 +78,7 @@ class Configuration:
         match request["act"]:
             case "prepare":
                 await self.prepare(Settings.model_validate_json(Path(request["file"]).read_bytes()))
+                self.kept = frozenset(request["kept"])
             case "switch":
                 self.switch()
             case "discard":
@@ -88,19 +92,38 @@ class Configuration:
         return {}
 
     async def follow(self) -> None:
-        """Have the configuration of this host read again when it has changed on another one. Raises RedisError."""
+        """Have the configuration of this host read again when it has changed on another one, and the
+        database's models used. Raises RedisError, SQLAlchemyError, OSError.
+        """
+        if await self._audit.kept_models():
+            await self.reload("the models in the database", is_file_read=False)
         async with self._link.subscribe(CONFIG_CHANNEL) as subscription:
             async for message in subscription.listen():
                 notice = message["data"].decode("utf-8", "replace") if message["type"] == "message" else self._here
                 if not notice.startswith(self._here):
                     await self.reload("a change on another host", notice)
 
-    async def reload(self, why: str, notice: str = "") -> dict[str, Any]:
-        """Have the supervisor read the configuration again; its answer.
+    async def reload(
+        self,
+        why: str,
+        notice: str = "",
+        kept: Mapping[str, Any] | None = None,
+        *,
+        is_file_read: bool = True,
+        is_dry_run: bool = False,
+    ) -> dict[str, Any]:
+        """Have the supervisor read the configuration again, with the models that the database has, or with
+        those in `kept`; its answer.
 
         Raises OSError where there is no supervisor.
         """
-        return await control.ask(self.settings.control_socket, _RELOAD_S, "reload", why=why, told=notice)
+        kept = await self._audit.kept_models() if kept is None else kept
+        flags = {"is_file_read": is_file_read, "is_dry_run": is_dry_run}
+        answer = await control.ask(
+            self.settings.control_socket, _RELOAD_S, "reload", why=why, told=notice, kept=kept, **flags
+        )
+        self.kept = frozenset(answer.get("kept", self.kept))
+        return answer
 
     async def prepare(self, settings: Settings) -> None:
         """Build what `settings` say, in place of an earlier one that was not switched to.
@@ -146,6 +169,8 @@ class Configuration:
             if self._pipeline.generating:
                 await asyncio.wait(set(self._pipeline.generating))
             await _close(leaving)
+            del leaving
+            gc.collect()  # a deployment and its shared health refer to each other, and collections are rare
 
     def refuse(self, reason: str, *, is_first: bool) -> None:
         """The supervisor could not take a configuration. `is_first`: this worker counts it for the host."""

@@ -31,6 +31,7 @@ from typing import Any
 from cache.worker.options import WorkerOptions
 from gateway import control
 from gateway.child_output import ChildOutput
+from gateway.config_file import with_models
 from gateway.data_dir import write_secret
 from gateway.extras import lacks
 from gateway.loggers import get_logger
@@ -50,6 +51,7 @@ _HANDED = "worker.json"
 _log = get_logger()
 _LOOK_EVERY_S = 0.25  # at the configuration's file
 _STEP_S = 10.0  # for a worker's step; building a fleet takes milliseconds
+_STARTING_S = 0.05
 _ENGINE_S = 10.0
 # glibc's environment of a gateway worker: its allocator keeps little, and what it keeps is small
 _GLIBC = {
@@ -193,7 +195,8 @@ class Supervisor:
     """
 
     def __init__(self, settings: Settings, load: Callable[[], Settings], watched: Path | None = None) -> None:
-        self.settings = settings
+        self.settings = self._base = settings
+        self._kept: dict[str, Any] = {}  # the database's models
         self._load = load
         self._watched = watched
         self._version = _version_of(watched) if watched is not None else None
@@ -242,7 +245,7 @@ class Supervisor:
             self._keep(Child(ChildKind.REDIS, "redis", redis_argv(settings)))
         for name in settings.engines_used:
             ended_path(settings.engine_socket(name)).unlink(missing_ok=True)  # an earlier run's
-        write_secret(self._handed, settings.model_dump_json())
+        write_secret(self._handed, settings.model_dump_json(exclude_unset=True))
         env = {
             WORKER_SETTINGS: str(self._handed),
             **{name: os.environ.get(name, value) for name, value in _GLIBC.items()},
@@ -311,45 +314,77 @@ class Supervisor:
                 await self.reload(f"a change of {self._watched}")
 
     async def _obey(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Read the configuration again, at an operator's word or at another host's, which is `told` once."""
+        """Change the configuration, at an operator's word or at another host's, which is `told` once.
+
+        `kept` are the models that the database has; `is_file_read` reads the file again; `is_dry_run` only
+        tells what would change.
+        """
         if request.get("told", "") == self._last_told != "":
-            return {"changes": {}}
+            return {"changes": {}, "kept": self._kept_used}
         self._last_told = request.get("told", "")
-        answer = await self.reload(str(request["why"]))
-        if answer.get("changes") and not self._last_told:
+        answer = await self.reload(
+            str(request["why"]),
+            request.get("kept"),
+            is_file_read=request.get("is_file_read", True),
+            is_dry_run=request.get("is_dry_run", False),
+        )
+        if answer.get("changes") and not self._last_told and not request.get("is_dry_run"):
             await self._tell_all("announce")
         return answer
 
-    async def reload(self, why: str) -> dict[str, Any]:
+    @property
+    def _kept_used(self) -> list[str]:
+        """The aliases that come from the database."""
+        return sorted(self._kept.keys() - self._base.models.keys())
+
+    async def reload(
+        self, why: str, kept: dict[str, Any] | None = None, *, is_file_read: bool = True, is_dry_run: bool = False
+    ) -> dict[str, Any]:
         """Read the configuration again, and use it in all workers if all can.
 
-        Returns its `changes` by their setting; or the `error`, where nothing has changed.
+        Returns its `changes` by their setting, and the aliases that are `kept` in the database and in use; or
+        the `error`, where nothing has changed.
         """
         async with self._reloading:
             try:
-                changes = await self._reload(why)
+                changes = await self._reload(why, kept, is_file_read=is_file_read, is_dry_run=is_dry_run)
             except Exception as error:  # whatever it is, the configuration in use stays
                 lines = str(error).splitlines() or [type(error).__name__]
+                if not is_file_read:  # the operator is told
+                    return {"error": "\n".join(lines)}
                 _log.error("reload_refused", why=why, reason="; ".join(lines))
                 await self._tell_all("refused", reason="; ".join(lines))
                 return {"error": "\n".join(lines)}
-            return {"changes": changes}
+            return {"changes": changes, "kept": self._kept_used}
 
-    async def _reload(self, why: str) -> dict[str, str]:
+    async def _reload(
+        self, why: str, kept: dict[str, Any] | None, *, is_file_read: bool, is_dry_run: bool
+    ) -> dict[str, str]:
         """Raises SettingsError, OSError, ValueError."""
+        kept = self._kept if kept is None else kept
         own = {name: getattr(self.settings, name) for name in ("secret", "admin_key")}  # the data directory's
-        settings = (await asyncio.to_thread(self._load)).model_copy(update=own)
+        base = (await asyncio.to_thread(self._load)).model_copy(update=own) if is_file_read else self._base
+        settings = await asyncio.to_thread(with_models, base, kept)
         changes = differences(self.settings, settings)
         refuse_fixed(changes)
+        if is_dry_run:
+            return changes
         if not changes:
+            self._base, self._kept = base, kept
             return {}
         upcoming = self._handed.with_suffix(".next")
-        write_secret(upcoming, settings.model_dump_json())
-        if refusals := [error for error in (await self._tell_all("prepare", file=str(upcoming))).values() if error]:
+        write_secret(upcoming, settings.model_dump_json(exclude_unset=True))
+        if refusals := [
+            error
+            for error in (
+                await self._tell_all("prepare", file=str(upcoming), kept=sorted(kept.keys() - base.models.keys()))
+            ).values()
+            if error
+        ]:
             await self._tell_all("discard")
             raise ValueError("\n".join(dict.fromkeys(refusals)))
         upcoming.replace(self._handed)  # of workers that start from now on
-        self.settings = settings
+        self.settings, self._base, self._kept = settings, base, kept
         for name in settings.engines_used:
             if not any(child.name == f"engine-{name}" for child in self._children):
                 self._keep_engine(settings, name)
@@ -382,13 +417,16 @@ class Supervisor:
         """Ask a worker for a step. Returns its error; empty if all is well, or if it will start with the new
         settings anyway.
         """
-        if worker.process is None or worker.process.returncode is not None or worker.heartbeat is None:
-            return ""
-        try:
-            answer = await control.ask(worker.heartbeat.path, None if act == "settle" else _STEP_S, act, **values)
-        except (OSError, ValueError) as error:
-            return f"{worker.name} does not answer: {error or type(error).__name__}"
-        return str(answer.get("error", ""))
+        ends_at, timeout_s = time.monotonic() + _STEP_S, None if act == "settle" else _STEP_S
+        while worker.process is not None and worker.process.returncode is None and worker.heartbeat is not None:
+            try:
+                return str((await control.ask(worker.heartbeat.path, timeout_s, act, **values)).get("error", ""))
+            except (OSError, ValueError) as error:
+                is_starting = isinstance(error, FileNotFoundError | ConnectionRefusedError)
+                if not is_starting or time.monotonic() > ends_at:
+                    return f"{worker.name} does not answer: {error or type(error).__name__}"
+            await asyncio.sleep(_STARTING_S)
+        return ""
 
     async def _settle(self) -> None:
         """Stop the engines that no deployment uses, once no worker has a request left for them."""

@@ -1,9 +1,13 @@
 """The audit log in SQL: an admin's and an operator's acts, with time, client and way.
 
-The acts are: answers shown, exported or imported, certificates started, budgets raised or reset, ledger corrections, and
-changes of a deployment or a batch. It has no texts. Invariant: rows are added and never changed or
-removed; they outlive teams. A deployment's latest row with an action of `USES` decides its use.
+The acts are: answers shown, exported or imported, certificates started, budgets raised or reset,
+ledger corrections, and changes of a deployment, a batch or the configuration. It has no texts of
+requests. Invariant: rows are added and never changed or removed; they outlive teams. A deployment's
+latest row with an action of `USES` decides its use, and an alias's latest change of its model, what
+the database says of it.
 """
+
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -26,6 +30,7 @@ BATCH_CANCELLED = "batch_cancelled"
 CACHE_IMPORTED = "cache_imported"
 CACHE_EXPORTED = "cache_exported"
 CONFIG_RELOADED = "configuration_reloaded"
+MODEL_CHANGED = "model_changed"
 USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
 """The use of a deployment after an action; empty: in use."""
 
@@ -51,6 +56,14 @@ class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
     id: int = 0  # given by the database
 
 
+class ModelChange(msgspec.Struct, frozen=True):
+    """A change of what the database says of an alias: its model's settings before and after; None: nothing."""
+
+    alias: str
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+
+
 class Audit:
     """Reads and writes the log. Database errors are sqlalchemy's own."""
 
@@ -68,6 +81,17 @@ class Audit:
         if before is not None:
             statement = statement.where(table.c.id < before)
         return tuple([AuditRow(**row._asdict()) for row in await self._database.rows(statement)])
+
+    async def model_changes(self) -> list[tuple[AuditRow, ModelChange]]:
+        """All changes of models, the first one first."""
+        table = schema.audit
+        rows = await self._database.rows(sa.select(table).where(table.c.action == MODEL_CHANGED).order_by(table.c.id))
+        return [(AuditRow(**row._asdict()), msgspec.json.decode(row.entry, type=ModelChange)) for row in rows]
+
+    async def kept_models(self) -> dict[str, dict[str, Any]]:
+        """What the database says of aliases."""
+        latest = {change.alias: change.after for _, change in await self.model_changes()}
+        return {alias: model for alias, model in latest.items() if model is not None}
 
 
 def inserted(row: AuditRow) -> sa.Insert:

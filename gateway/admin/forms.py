@@ -17,7 +17,7 @@ from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ValidationError
 
 from gateway import accounts
-from gateway.admin import budgets, cache_views, operations, teams
+from gateway.admin import budgets, cache_views, configuration, operations, teams
 from gateway.admin.guard import COOKIE, SESSION_S, Endpoint, Guard, TooManyWrongKeys, operator_of
 from gateway.admin.html import LOGIN, Pages, is_own_path
 from gateway.admin.models import Act
@@ -329,6 +329,19 @@ _WHOLE = re.compile(_GROUPED)
 _DOLLARS = re.compile(rf"\$? ?(?P<whole>{_GROUPED}|)(?:\.(?P<fraction>[0-9]{{0,6}}))?")
 
 
+async def _model(post: _Post) -> Mapping[str, Any]:
+    """A model as it stands in a file: YAML, of which JSON is a part."""
+    import yaml
+
+    try:
+        model = yaml.safe_load(post.fields.get("model", ""))
+    except yaml.YAMLError as error:
+        raise FormProblem(f"Model: not YAML: {error}") from None
+    if not isinstance(model, dict | None):
+        raise FormProblem("Model: expected settings by name, such as `deployments:`")
+    return {**post.fields, "model": model}
+
+
 def _whole(text: str | None, label: str) -> int | None:
     if text is None:
         return None
@@ -385,6 +398,9 @@ FORMS = (
     _Form("/deployments/try", operations.try_deployment, "", "deployments", "try",
           read=_hidden("name", "model"), refusals=(accounts.Invalid,), shows="tried"),
     _Form("/deployments/{act}", operations.act, "/admin/deployments?done=deployment-{act}", read=_hidden("name")),
+    # a dry run first, as for a purge
+    _Form("/models", configuration.set_model, "", "models", "model", read=_model, refusals=_OF_CACHE, shows="changes"),
+    _Form("/models/revert", configuration.revert, "", "models", "revert", refusals=_OF_CACHE, shows="changes"),
     _Form("/batches/{batch_id}/cancel", operations.cancel_batch, "/admin/batches?done=batch-cancelled"),
     # a POST, since each look at the texts of a response is written to the audit log
     _Form("/answer", cache_views.answer, "", "answer", read=_hidden("id"), refusals=(), shows="answer"),

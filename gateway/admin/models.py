@@ -642,9 +642,47 @@ class TriedOut(_Out):
 
 
 class ChangesOut(_Out):
-    """What has changed in the configuration, by the setting's path; empty where nothing has."""
+    """What has changed in the configuration, or would, by the setting's path; empty where nothing has."""
 
     changes: dict[str, str]
+    is_in_file: bool = Field(False, description="the file names this alias, too, and the file counts")
+
+
+_Model = dict[str, Any] | None
+
+
+class ModelIn(_In):
+    """A model's settings, as under an alias in the file; null: none. It has no headers and no keys of its own."""
+
+    alias: str = Field(min_length=1, max_length=200)
+    model: _Model
+    is_dry_run: bool = False
+
+
+class RevertIn(_In):
+    id: int = Field(ge=1, le=2**31 - 1, description="of the change whose alias gets what it had before")
+    is_dry_run: bool = False
+
+
+class ConfiguredModel(_Out):
+    alias: str
+    is_in_file: bool
+    kept: _Model = Field(description="what the database says of it; null: nothing")
+
+
+class ModelChangeOut(_Out):
+    id: int
+    at_ms: int
+    alias: str
+    before: _Model
+    after: _Model
+    client: str
+    way: str
+
+
+class ConfiguredOut(_Out):
+    models: list[ConfiguredModel]
+    history: list[ModelChangeOut] = Field(description="the latest changes, newest first")
 
 
 class DeploymentFacts(_Out):

@@ -1,5 +1,5 @@
 """What an operator does by hand: drain, disable, enable, reset and try a deployment; cancel a
-batch; have the configuration read again.
+batch.
 
 Each act writes a row of the audit log. The latest row of a deployment that changed its use decides
 on that use, on every worker and host, also after a restart. The docstrings of operations are
@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from cache.fingerprint import DIGEST_BYTES
 from gateway import accounts
 from gateway.accounts import LedgerRow, booked
-from gateway.accounts.audit import BATCH_CANCELLED, CONFIG_RELOADED, DISABLED, DRAINED, ENABLED, RESET, TRIED
+from gateway.accounts.audit import BATCH_CANCELLED, DISABLED, DRAINED, ENABLED, RESET, TRIED
 from gateway.admin import models, views
 from gateway.admin.guard import Acting
 from gateway.admin.parts import WorkerParts
@@ -28,7 +28,6 @@ from gateway.journey.attempt import UpstreamCall
 from gateway.journey.bill import CONTEXT_UNKNOWN
 from gateway.journey.savings import CHECKS, beside
 from gateway.journey.storing import answer_text
-from gateway.wire.errors import Unavailable
 from gateway.wire.fold import fold
 from gateway.wire.types import CHAT, Chunk
 from policies import Demand, Hold, Usage
@@ -101,26 +100,6 @@ async def cancel_batch(parts: WorkerParts, batch_id: str, operator: Acting) -> m
     row = parts.audit_row(BATCH_CANCELLED, batch.id, operator, batch.team_id)
     await parts.batches.cancel(batch.team_id, batch.id, row)
     return views.batch_out(await parts.batches.get(batch.team_id, batch.id), await parts.accounts.list_teams())
-
-
-async def reload(parts: WorkerParts, operator: Acting) -> models.ChangesOut:
-    """Reads the configuration again, on every host. A wrong one changes nothing. It is written to the audit log."""
-    await parts.audit.add(parts.audit_row(CONFIG_RELOADED, "", operator))
-    return models.ChangesOut(changes=await changed(parts, "the admin API"))
-
-
-async def changed(parts: WorkerParts, why: str) -> dict[str, str]:
-    """Have the configuration read again. Raises Invalid, Unavailable."""
-    try:
-        answer = await parts.configuration.reload(why)
-    except OSError as error:
-        raise Unavailable(
-            f"The supervisor does not answer ({error or type(error).__name__}): nothing has changed"
-        ) from None
-    if "error" in answer:
-        raise accounts.Invalid("configuration", answer["error"])
-    changes: dict[str, str] = answer["changes"]
-    return changes
 
 
 def _find(parts: WorkerParts, name: str) -> list[tuple[Alias, Deployment]]:

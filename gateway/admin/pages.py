@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.routing import BaseRoute
 
 from gateway.accounts.ledger import Group, LedgerFilter
-from gateway.admin import budgets, cache_views, misses, savings_views, teams, verifier_views, views
+from gateway.admin import budgets, cache_views, configuration, misses, savings_views, teams, verifier_views, views
 from gateway.admin.charts import (
     ANSWERS,
     kinds_bar,
@@ -303,6 +303,14 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     async def render_answer(request: Request, **values: Any) -> Response:
         return pages.render(request, "answer.html", **values)
 
+    async def render_models(request: Request, status: int = 200, **form: Any) -> Response:
+        configured = await configuration.list_models(parts)
+        return pages.render(request, "models.html", status, configured=configured, **form)
+
+    @router.get("/models")
+    async def models_page(request: Request) -> Response:
+        return await render_models(request)
+
     @router.get("/batches")
     async def batches(request: Request, cursor: Annotated[str, Query(max_length=100)] = "") -> Response:
         page = await views.batches(parts, cursor, _AUDIT_PER_PAGE)
@@ -313,4 +321,4 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
         page = await cache_views.audit(parts, cursor, _AUDIT_PER_PAGE)
         return pages.render(request, "audit.html", rows=page["rows"], older=page["cursor"])
 
-    return {"cache": render_cache, "answer": render_answer}
+    return {"cache": render_cache, "answer": render_answer, "models": render_models}

@@ -21,6 +21,7 @@ from gateway.accounts.parquet import ParquetFile
 from gateway.admin import (
     budgets,
     cache_views,
+    configuration,
     misses,
     models,
     operations,
@@ -133,7 +134,10 @@ def _add_machine(api: APIRouter) -> None:
     api.get("/cache/certificate")(cache_views.certificate)
     api.post("/cache/certificate", status_code=201)(cache_views.certify)
     api.post("/answer", dependencies=_SECRET)(cache_views.answer)
-    api.post("/config/reload")(operations.reload)
+    api.post("/config/reload")(configuration.reload)
+    api.get("/config/models")(configuration.list_models)
+    api.post("/config/models")(configuration.set_model)
+    api.post("/config/models/revert")(configuration.revert)
     api.get("/audit")(cache_views.audit)
     api.post("/feedback")(cache_views.feedback)
 

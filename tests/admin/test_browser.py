@@ -22,6 +22,7 @@ PAGES = (
     "/savings",
     "/cache",
     "/deployments",
+    "/models",
     "/batches",
     "/ledger",
     "/audit",

@@ -34,6 +34,7 @@ PAGES = (
     "/savings",
     "/cache",
     "/deployments",
+    "/models",
     "/batches",
     "/ledger",
     "/audit",

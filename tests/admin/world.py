@@ -234,7 +234,7 @@ async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterato
     files = Files(accounts.database, settings.batches, contents_at(settings.files_url), lambda: world.now_s)
     accounts.follow_uses(fleet.take_uses)
     link: Any = redis  # without the loop that exchanges
-    unchanged: Any = SimpleNamespace(refused="")  # a whole worker has a configuration that changes
+    unchanged: Any = SimpleNamespace(refused="", kept=frozenset())  # a whole worker has a configuration that changes
     admin = AdminParts(
         settings=settings,
         configuration=unchanged,

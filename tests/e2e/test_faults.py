@@ -323,7 +323,7 @@ def test_stopping_in_order(upstream: Upstream, tmp_path: Path) -> None:
         wait_for(lambda: folder.is_dir() and any(folder.iterdir()))
         assert gateway.process is not None
         children = psutil.Process(gateway.process.pid).children(recursive=True)
-        gateway.process.send_signal(signal.SIGHUP)  # as a closed terminal sends it
+        gateway.process.send_signal(signal.SIGTERM)
 
         def is_refused() -> bool:
             with contextlib.suppress(httpx.ConnectError):

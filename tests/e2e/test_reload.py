@@ -148,7 +148,7 @@ def test_every_way_to_reload_has_its_answer(changing: Changing) -> None:
     changing.gateway.process.send_signal(signal.SIGHUP)
     told = changing.command()
     assert (told.returncode, told.stdout) == (0, "Nothing has changed.\n"), told.stderr
-    assert changing.gateway.admin("POST", "/config/reload") == {"changes": {}}
+    assert changing.gateway.admin("POST", "/config/reload")["changes"] == {}
     config = {**changing.config(), "redis_timeout_ms": 700}
     changing.write(config)
     refused = changing.command()
@@ -176,3 +176,81 @@ def test_without_a_gateway_the_command_says_so(changing: Changing, tmp_path: Pat
     told = changing.command("--data-dir", str(tmp_path / "elsewhere"))
     assert told.returncode == 1
     assert "no gateway" in told.stderr
+
+
+def test_a_model_is_kept_in_the_database(changing: Changing) -> None:
+    """A dry run changes nothing; a change is used, audited and reverted; the file wins."""
+    changing.takes()
+    admin, all_served = changing.gateway.admin, lambda *names: all(changing.served() == set(names) for _ in range(6))
+    model = {"deployments": [deployment(changing.url, "kept-there")]}
+    asked = {"alias": "kept", "model": model}
+    assert admin("POST", "/config/models", json={**asked, "is_dry_run": True})["changes"] == {"models.kept": "added"}
+    assert all_served("mock")
+    assert admin("POST", "/config/models", json=asked) == {"changes": {"models.kept": "added"}, "is_in_file": False}
+    assert all_served("mock", "kept")
+    assert changing.asks("kept") == 200
+    listed = admin("GET", "/config/models")
+    assert [(one["alias"], one["is_in_file"]) for one in listed["models"]] == [("kept", False), ("mock", True)]
+    [change] = listed["history"]
+    assert (change["before"], change["after"]) == (None, model)
+    assert any(row["action"] == "model_changed" for row in admin("GET", "/audit")["rows"])
+
+    changing.takes(kept={"name": "of-the-file", "model": "mock"})
+    wait_for(lambda: changing.chat("kept").headers.get("x-sameway-backend") == "of-the-file")
+    assert admin("POST", "/config/models", json=asked)["is_in_file"]
+    changing.write(changing.config())
+    wait_for(lambda: changing.chat("kept").headers.get("x-sameway-backend") == "kept-there")
+
+    admin("POST", "/config/models/revert", json={"id": change["id"]})
+    assert all_served("mock")
+    assert changing.asks("kept") == 404
+
+
+@pytest.mark.long
+def test_a_kept_model_is_known_after_a_restart(changing: Changing) -> None:
+    """A worker that starts finds what the database has."""
+    changing.takes()
+    model = {"deployments": [deployment(changing.url, "lasting")]}
+    changing.gateway.admin("POST", "/config/models", json={"alias": "lasting", "model": model})
+    changing.gateway.stop()
+    changing.gateway.start()
+    wait_for(lambda: all(changing.served() == {"mock", "lasting"} for _ in range(6)))
+    changing.gateway.admin("POST", "/config/models", json={"alias": "lasting", "model": None})
+    assert changing.served() == {"mock"}
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"deployments": []}, "at least 1"),
+        (
+            {"policy": "cheepest", "deployments": [{"backend": "openai", "base_url": "http://h/v1", "model": "m"}]},
+            "cheapest",
+        ),
+        (
+            {
+                "deployments": [
+                    {"backend": "openai", "base_url": "http://h/v1", "model": "m", "headers": {"x-key": "sk"}}
+                ]
+            },
+            "headers",
+        ),
+        ({"deployments": [{"backend": "openai", "base_url": "http://u:p@h/v1", "model": "m"}]}, "only the file"),
+        (
+            {
+                "deployments": [
+                    {"backend": "openai", "base_url": "http://h/v1", "model": "m", "api_key_file": "/etc/passwd"}
+                ]
+            },
+            "key",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(changing: Changing, model: Any, words: str) -> None:
+    """It is checked as the file is, and takes no secrets that the file does not name; nothing is kept."""
+    before = changing.gateway.admin("GET", "/config/models")
+    with pytest.raises(httpx.HTTPStatusError) as error:
+        changing.gateway.admin("POST", "/config/models", json={"alias": "wrong", "model": model})
+    assert error.value.response.status_code == 400
+    assert words in error.value.response.text
+    assert changing.gateway.admin("GET", "/config/models") == before
