@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import datetime
 import functools
-import http.client
 import io
 import json
 import os
@@ -187,10 +186,8 @@ def _reload(arguments: argparse.Namespace) -> int:
     try:
         answer = asyncio.run(control.ask(settings.control_socket, _RELOAD_S, "reload", why="`sameway reload`"))
     except OSError as error:
-        where = settings.data_dir.absolute()
-        return _refused(
-            f"no gateway of {where} answers ({error or 'it takes too long'}): start one, or name its --data-dir", 1
-        )
+        why = f"no gateway of {settings.data_dir.absolute()} answers ({error or 'it takes too long'})"
+        return _refused(f"{why}: start one, or name its --data-dir", 1)
     if "error" in answer:
         print(f"sameway: the configuration was not changed\n{_indent(answer['error'])}", file=sys.stderr)
         return 2
@@ -204,15 +201,20 @@ _RELOAD_S = 60.0
 
 
 def _check_config(arguments: argparse.Namespace) -> int:
+    from gateway.deployments.build import describe
     from gateway.deployments.catalog import PRICES, use
     from gateway.deployments.verifiers import assigned
     from gateway.weights import missing
 
     settings = _settings(arguments, check_settings)
     use(settings.data_dir / PRICES)
-    unpriced = [
-        f"no price is known for {name}: it counts as free, and no budget holds it" for name in _without_price(settings)
-    ]
+    described = {
+        deployment_name(alias, deployment): describe(deployment)
+        for alias, model in settings.models.items()
+        for deployment in model.deployments
+    }
+    unknown = [name for name, facts in described.items() if not facts.is_price_known]
+    unpriced = [f"no price is known for {name}: it counts as free, and no budget holds it" for name in unknown]
     chosen = list(assigned(settings))
     unfetched = [f"{one.name} is fetched at the start, or by `sameway models get`" for one in missing(settings)]
     unasked = [verifier.line for verifier in chosen if not verifier.deployment]
@@ -221,32 +223,11 @@ def _check_config(arguments: argparse.Namespace) -> int:
     for verifier in chosen:
         if verifier.deployment:
             print(f"verifier of {verifier.line}")
-    for line in _dialects(settings) if arguments.explain else ():
-        print(line)
+    for name, facts in described.items() if arguments.explain else ():
+        print(f"dialect of {name}:", *facts.dialect.lines(), sep="\n  ")
     counts = _count(len(settings.models), "model"), _count(len(settings.engines), "local engine")
     print(f"The configuration is good: {', '.join(counts)}.")
     return 0
-
-
-def _dialects(settings: Settings) -> Iterator[str]:
-    """How each deployment's server is spoken to, line by line, with the origin of each."""
-    from gateway.deployments.build import describe
-
-    for alias, model in settings.models.items():
-        for deployment in model.deployments:
-            yield f"dialect of {deployment_name(alias, deployment)}:"
-            yield from (f"  {line}" for line in describe(deployment).dialect.lines())
-
-
-def _without_price(settings: Settings) -> list[str]:
-    from gateway.deployments.build import describe
-
-    return [
-        deployment_name(alias, deployment)
-        for alias, model in settings.models.items()
-        for deployment in model.deployments
-        if not describe(deployment).is_price_known
-    ]
 
 
 def _get_models(arguments: argparse.Namespace) -> int:
@@ -286,9 +267,8 @@ def _run(arguments: argparse.Namespace) -> int:
     """Replace this process by a tool whose environment names the gateway and the key."""
     url, key = arguments.url.rstrip("/").removesuffix("/v1"), os.environ.get("SAMEWAY_API_KEY", "")
     if not key:
-        return _refused(
-            "SAMEWAY_API_KEY is not set: set it to a key of the gateway, which `sameway serve` shows once", 2
-        )
+        remedy = "set it to a key of the gateway, which `sameway serve` shows once"
+        return _refused(f"SAMEWAY_API_KEY is not set: {remedy}", 2)
     try:
         path = f"/v1/models/{urllib.parse.quote(arguments.model, safe='')}" if arguments.model else "/v1/models"
         with console.opened(url + path, {"authorization": f"Bearer {key}"}, within_s=10):
@@ -296,10 +276,9 @@ def _run(arguments: argparse.Namespace) -> int:
     except urllib.error.HTTPError as error:
         if error.code == 404 and arguments.model:
             return _refused(f"{url} has no model {arguments.model!r} for this key: {url}/v1/models lists them", 2)
-        return _refused(
-            f"{url} answered {error.code}: expected a running gateway that takes the key in SAMEWAY_API_KEY", 1
-        )
-    except (OSError, ValueError, http.client.HTTPException) as error:
+        expected = "expected a running gateway that takes the key in SAMEWAY_API_KEY"
+        return _refused(f"{url} answered {error.code}: {expected}", 1)
+    except console.UNREACHABLE as error:
         return _refused(f"{url} cannot be reached ({error}): start a gateway there, or name another one with --url", 1)
     environ = {name: value for name, value in os.environ.items() if name != "ANTHROPIC_API_KEY"}
     environ |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}

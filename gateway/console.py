@@ -35,7 +35,7 @@ _PORTION_LINES, _PORTION_BYTES = 500, 4 << 20
 _LOST_S = 5.0  # what a killed Redis may forget of what it had acknowledged
 _TRIED_FOR_S = 120.0
 _CELL_CHARS_MAX = 60
-_CONNECTION_ERRORS = (OSError, HTTPException)
+UNREACHABLE = (OSError, ValueError, HTTPException)  # what `opened` raises
 
 
 class CommandError(Exception):
@@ -95,7 +95,7 @@ def command(noun: str, arguments: Sequence[str]) -> int:
         return 1
     except BrokenPipeError:  # who reads the output has seen enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    except (ValueError, *_CONNECTION_ERRORS) as error:
+    except UNREACHABLE as error:
         print(f"sameway: {url} cannot be reached ({error}): name a running gateway with --url", file=sys.stderr)
         return 1
     return 0
@@ -288,7 +288,7 @@ def _import(url: str, places: list[str], options: dict[str, Any]) -> int:
         try:
             with opened(target, admin_headers(), "POST", b"\n".join(portion), 300) as reply:
                 replies[line] = time.monotonic(), json.load(reply)
-        except (ValueError, *_CONNECTION_ERRORS) as error:
+        except UNREACHABLE as error:
             now, broken_at = time.monotonic(), broken_at or time.monotonic()
             if (isinstance(error, urllib.error.HTTPError) and error.code < 500) or now - broken_at > _TRIED_FOR_S:
                 raise
@@ -369,5 +369,5 @@ def _asked(url: str, key: str, line: bytes) -> tuple[str, float]:
             return reply.headers["x-sameway-cache"], float(reply.headers.get("x-sameway-cost-usd", 0))
     except urllib.error.HTTPError as error:
         return f"refused ({_refusal(error)[:100]})", 0.0
-    except (ValueError, AttributeError, TypeError, *_CONNECTION_ERRORS) as error:
+    except (AttributeError, TypeError, *UNREACHABLE) as error:
         return f"failed ({str(error)[:100]})", 0.0

@@ -19,7 +19,6 @@ import urllib.error
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
-from http.client import HTTPException
 from urllib.parse import urlsplit
 
 import sqlalchemy as sa
@@ -170,7 +169,7 @@ def _server(name: str, deployment: DeploymentSettings, url: str) -> list[Finding
         remedy = f"put a key of {parts.hostname} into {deployment.api_key_env or 'its `api_key_env` or `api_key_file`'}"
         state = f"{told} ({error.code})" if is_denied else f"answers {error.code} to a request for its models"
         findings.append(Finding(name, state, remedy, True).where(is_denied))
-    except (OSError, ValueError, HTTPException) as error:
+    except console.UNREACHABLE as error:
         remedy = f"start it, correct its `base_url`, or let this host reach {parts.netloc.rpartition('@')[2]}"
         return [*findings, Finding(name, f"cannot be reached: {error}", remedy, is_serious=True)]
     skew = parsedate_to_datetime(date).timestamp() - time.time() if date else 0.0
@@ -200,7 +199,7 @@ def _asked(url: str, settings: Settings, *, may_spend: bool) -> list[Finding]:
         headers = {**console.admin_headers(settings.data_dir), "content-type": "application/json"}
         with console.opened(f"{url}/admin/api/deployments", headers, within_s=_WITHIN_S) as reply:
             names = [one["name"] for one in json.load(reply)["deployments"] if not one["model"].endswith("*")]
-    except (console.CommandError, OSError, ValueError, KeyError, HTTPException) as error:
+    except (console.CommandError, KeyError, *console.UNREACHABLE) as error:
         remedy = "start it, and name its address with --url, to ask each deployment"
         return [Finding("gateway", f"not asked: {error}", remedy)]
     if not may_spend and sys.stdin.isatty():
@@ -215,7 +214,7 @@ def _asked(url: str, settings: Settings, *, may_spend: bool) -> list[Finding]:
         try:
             with console.opened(f"{url}/admin/api/deployments/try", headers, "POST", body) as reply:
                 tried = json.load(reply)
-        except (OSError, ValueError, HTTPException) as error:
+        except console.UNREACHABLE as error:
             tried = {"is_ok": False, "problem": str(error)}
         state = str(tried["problem"])
         if tried["is_ok"]:
