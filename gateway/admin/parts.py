@@ -74,15 +74,8 @@ class AdminParts:
         self, action: str, entry: str, operator: Operator, team_id: int = 0, request_id: str = ""
     ) -> AuditRow:
         """A row of the audit log, as of now."""
-        return AuditRow(
-            at_ms=int(self.clock() * 1000),
-            action=action,
-            team_id=team_id,
-            request_id=request_id,
-            entry=entry,
-            client=operator.client,
-            way=operator.way,
-        )
+        at_ms, who = int(self.clock() * 1000), operator._asdict()
+        return AuditRow(at_ms=at_ms, action=action, team_id=team_id, request_id=request_id, entry=entry, **who)
 
     async def entries_of(self, conditions: Mapping[str, Any]) -> Purge:
         """Which entries meet the conditions of a body; those that are None say nothing. Raises DoesNotExist."""
