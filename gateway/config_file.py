@@ -40,18 +40,23 @@ _Loc = tuple[int | str, ...]
 
 
 def load_settings(
-    path: Path | None, environ: Mapping[str, str] = os.environ, *, model: str | None = None, **overrides: Any
+    path: Path | None,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    model: str | None = None,
+    serves: bool = True,
+    **overrides: Any,
 ) -> Settings:
     """Settings from the YAML file at `path`, then `SAMEWAY_<NAME>` variables for top-level scalars,
     then flags.
 
-    `overrides` are the flags; `model` is loaded by the engine named `default`.
-    Raises SettingsError with a line for each wrong setting.
+    `overrides` are the flags; `model` is loaded by the engine named `default`. Who `serves` needs the
+    extras of what is configured. Raises SettingsError with a line for each wrong setting.
     """
     settings, wrong, weak = _read(path, environ, model, overrides)
     if settings is not None:
         settings, lacking = _as_installed(settings)
-        wrong += lacking
+        wrong += lacking if serves and not wrong else []
     refuse_settings(wrong, weak)
     assert settings is not None
     return settings
@@ -71,7 +76,7 @@ def check_settings(
     if settings is not None:
         settings, lacking = _as_installed(settings)
         wrong += [
-            *lacking,
+            *([] if wrong else lacking),
             *_unusable_files(settings),
             *_missing_variables(settings, environ),
             *_unknown_capabilities(settings),
@@ -106,6 +111,7 @@ def with_models(settings: Settings, kept: Mapping[str, Any]) -> Settings:
             "\n".join(dict.fromkeys(line for issue in error.errors() for line in _explain(issue)))
         ) from None
     wrong = [line for line in _unknown_capabilities(merged) if line.startswith(tuple(f"models.{one}." for one in kept))]
+    wrong += _as_installed(merged)[1]
     for where, deployment in _deployments(merged):
         if where.split(".deployments.")[0].removeprefix("models.") in settings.models:
             continue
@@ -242,6 +248,8 @@ def _as_installed(settings: Settings) -> tuple[Settings, list[str]]:
         if name in section.model_fields_set and getattr(section, name):
             needs[setting] = "semantic"
     wrong = [f"{setting}: {remedy}" for setting, extra in needs.items() if (remedy := lacks(extra))]
+    if "models" not in settings.model_fields_set:
+        wrong = [f"{line} for the packaged model, or name models of servers in a file (--config)" for line in wrong]
     if lacks("semantic"):
         cache = settings.cache.model_copy(update={"is_semantic": False})
         settings = settings.model_copy(update={"cache": cache, "embedding_alias": ""})
