@@ -151,7 +151,10 @@ def _add_settings(parser: argparse.ArgumentParser, *, serves: bool = True) -> No
         parser.add_argument("--log-prompts", action="store_const", const=True, help=prompts)
 
 
-def _settings(arguments: argparse.Namespace, load: Callable[..., Settings] = load_settings) -> Settings:
+_load = functools.partial(load_settings, serves=False)
+
+
+def _settings(arguments: argparse.Namespace, load: Callable[..., Settings] = _load) -> Settings:
     return load(_config_path(arguments), **{name: getattr(arguments, name, None) for name in _FLAGS})
 
 
@@ -167,7 +170,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from gateway.weights import fetch_missing
 
     os.umask(0o077)  # files of the gateway hold prompts and keys; its children inherit it
-    settings = prepare(_settings(arguments))
+    settings = prepare(_settings(arguments, load_settings))
     try:
         fetch_missing(settings)
     except SettingsError as error:  # all else serves, and the process that needs them says so, too
@@ -225,7 +228,7 @@ def _check_config(arguments: argparse.Namespace) -> int:
             print(f"verifier of {verifier.line}")
     for name, facts in described.items() if arguments.explain else ():
         print(f"dialect of {name}:", *facts.dialect.lines(), sep="\n  ")
-    counts = _count(len(settings.models), "model"), _count(len(settings.engines), "local engine")
+    counts = _count(len(settings.models), "model"), _count(len(settings.engines_used), "local engine")
     print(f"The configuration is good: {', '.join(counts)}.")
     return 0
 
@@ -328,6 +331,7 @@ def _archive(arguments: argparse.Namespace, *, is_backup: bool) -> int:
     from gateway.accounts.database import Database
     from gateway.accounts.errors import AccountsError
 
+    os.umask(0o077)  # keys and answers
     settings, config = _settings(arguments), _config_path(arguments)
 
     async def run() -> Manifest:
@@ -343,6 +347,8 @@ def _archive(arguments: argparse.Namespace, *, is_backup: bool) -> int:
     try:
         manifest = asyncio.run(run())
     except (AccountsError, OSError, SQLAlchemyError) as error:
+        if isinstance(error, OSError) and error.filename:
+            return _refused(f"{error.filename}: {error.strerror}", 1)
         return _refused((str(error).splitlines() or [type(error).__name__])[0], 1)
     rows = ", ".join(_count(manifest.rows[name], noun) for name, noun in _COUNTED.items())
     print(f"{'Backed up' if is_backup else 'Restored'} {rows}: {arguments.file}")

@@ -46,6 +46,7 @@ def load_settings(
     *,
     model: str | None = None,
     is_checked: bool = False,
+    serves: bool = True,
     **overrides: Any,
 ) -> Settings:
     """Settings from the YAML file at `path`, then `SAMEWAY_<NAME>` variables for top-level scalars,
@@ -53,14 +54,15 @@ def load_settings(
 
     `overrides` are the flags; `model` is loaded by the engine named `default`. With `is_checked`, model
     files must be readable, the data directory writable and the variables of providers' keys set,
-    capabilities must be known, and no `SAMEWAY_` variable may be a misspelt setting. Raises
-    SettingsError with a line for each wrong setting, and then for each of `notes`, too.
+    capabilities must be known, and no `SAMEWAY_` variable may be a misspelt setting. Who `serves` needs
+    the extras of what is configured. Raises SettingsError with a line for each wrong setting, and then
+    for each of `notes`, too.
     """
     settings, wrong, weak = _read(path, environ, model, overrides)
     noted: list[str] = []
     if settings is not None:
         settings, lacking = _as_installed(settings)
-        wrong += lacking
+        wrong += lacking if serves and not wrong else []
     if settings is not None and is_checked:
         wrong += [*_unusable_files(settings), *_missing_variables(settings, environ), *_unknown_capabilities(settings)]
         weak += weak_files(settings)
@@ -96,6 +98,7 @@ def with_models(settings: Settings, kept: Mapping[str, Any]) -> Settings:
             "\n".join(dict.fromkeys(line for issue in error.errors() for line in _explain(issue)))
         ) from None
     wrong = [line for line in _unknown_capabilities(merged) if line.startswith(tuple(f"models.{one}." for one in kept))]
+    wrong += _as_installed(merged)[1]
     for where, deployment in _deployments(merged):
         if where.split(".deployments.")[0].removeprefix("models.") in settings.models:
             continue
@@ -232,6 +235,8 @@ def _as_installed(settings: Settings) -> tuple[Settings, list[str]]:
         if name in section.model_fields_set and getattr(section, name):
             needs[setting] = "semantic"
     wrong = [f"{setting}: {remedy}" for setting, extra in needs.items() if (remedy := lacks(extra))]
+    if "models" not in settings.model_fields_set:
+        wrong = [f"{line} for the packaged model, or name models of servers in a file (--config)" for line in wrong]
     if lacks("semantic"):
         cache = settings.cache.model_copy(update={"is_semantic": False})
         settings = settings.model_copy(update={"cache": cache, "embedding_alias": ""})

@@ -96,7 +96,8 @@ def command(noun: str, arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # who reads the output has seen enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     except UNREACHABLE as error:
-        print(f"sameway: {url} cannot be reached ({error}): name a running gateway with --url", file=sys.stderr)
+        why = getattr(error, "reason", error)
+        print(f"sameway: {url} cannot be reached ({why}): name a running gateway with --url", file=sys.stderr)
         return 1
     return 0
 
@@ -145,6 +146,15 @@ def _operations(document: dict[str, Any]) -> Iterator[tuple[str, str, Operation]
         parts = [part for part in short.split("/") if not part.startswith("{")]
         for method, facts in document["paths"][path].items():
             operation, noun, verb = Operation(method.upper(), path, facts), parts[0], parts[-1]
+            if words := [
+                word
+                for given in facts.get("parameters", ())
+                if given["in"] == "path"
+                for word in given["schema"].get("enum", ())
+            ]:
+                stem = path.rpartition("/")[0]
+                yield from ((verb, word, operation._replace(path=f"{stem}/{word}")) for word in words)
+                continue
             if verb in nouns:
                 noun, verb = verb, (_VERBS if short.endswith("}") else _VERBS_OF_ALL)[operation.method]
             elif method == "post" and "get" in document["paths"][path]:
@@ -157,7 +167,7 @@ def _chosen(noun: str, places: list[str], document: dict[str, Any]) -> tuple[Ope
     noun, verb = _OTHERS.get(noun, (noun, "list"))
     known = [(its_verb, operation) for its_noun, its_verb, operation in _operations(document) if its_noun == noun]
     verbs = {its_verb for its_verb, _ in known}
-    if places and places[0] in verbs:
+    if is_named := bool(places) and places[0] in verbs:
         verb, *places = places
     elif "list" not in verbs and verb == "list":
         verb = "show" if "show" in verbs else verb
@@ -165,8 +175,16 @@ def _chosen(noun: str, places: list[str], document: dict[str, Any]) -> tuple[Ope
         if its_verb == verb and operation.path.count("{") == len(places):
             ids = [urllib.parse.quote(place, safe="") for place in places]
             return operation, re.sub("{.*?}", "{}", operation.path).format(*ids)
+    for its_verb, operation in known:
+        if is_named and its_verb == verb:
+            raise CommandError(f"{noun} {' '.join([verb, *places])}: expected {noun} {verb} {_ids(operation)}".rstrip())
     known_verbs = ", ".join(sorted(verbs))
     raise CommandError(f"{noun} {' '.join([verb, *places])}: expected one of {known_verbs}, with the ids of --help")
+
+
+def _ids(operation: Operation) -> str:
+    """The ids that an operation takes, as `--help` shows them."""
+    return " ".join(part[1:-1].upper() for part in operation.path.split("/") if part.startswith("{"))
 
 
 def _fields(operation: Operation, document: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool]:
@@ -218,9 +236,8 @@ def _help(noun: str, document: dict[str, Any]) -> Iterator[str]:
     for its_noun, verb, operation in _operations(document):
         if its_noun == noun and only in ("", verb) and (noun, verb) != ("cache", "import"):
             query, fields, _ = _fields(operation, document)
-            ids = " ".join(part[1:-1].upper() for part in operation.path.split("/") if part.startswith("{"))
             taken = " ".join(f"[--{name.replace('_', '-')}]" for name in (*query, *fields))
-            yield " ".join(part for part in ("sameway", noun, verb, ids, taken) if part)
+            yield " ".join(part for part in ("sameway", noun, verb, _ids(operation), taken) if part)
             yield f"    {' '.join(operation.facts.get('description', '').split())}"
 
 
@@ -254,6 +271,7 @@ def _cells(fields: dict[str, Any], before: str = "") -> dict[str, str]:
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             cells[name] = f"{len(value)} of them"
         else:
+            value = (round(value, 3) or value) if isinstance(value, float) else value
             shown = value if isinstance(value, str) else json.dumps(value) if value not in (None, []) else ""
             cells[name] = shown if len(shown) <= _CELL_CHARS_MAX else f"{shown[: _CELL_CHARS_MAX - 1]}…"
     return cells
@@ -318,9 +336,9 @@ def _portion(lines: list[bytes], start: int) -> list[bytes]:
 def _file(verb: str, places: list[str], options: dict[str, Any], known: Sequence[str]) -> Path:
     """The one file of a command. Raises CommandError."""
     if len(places) != 1 or options.keys() - set(known):
-        listed = ", ".join(f"--{one.replace('_', '-')}" for one in known)
+        listed = ", ".join(f"--{one.replace('_', '-')}" for one in known) or "none"
         raise CommandError(f"cache {verb}: expected one file, and of options {listed} alone")
-    if not os.access(places[0], os.R_OK):
+    if not (os.path.isfile(places[0]) and os.access(places[0], os.R_OK)):
         raise CommandError(f"cache {verb}: {places[0]} cannot be read")
     return Path(places[0])
 
@@ -330,7 +348,9 @@ def _warm(url: str, places: list[str], options: dict[str, Any]) -> int:
     file = _file("warm", places, options, ("per_second", "cost_max_usd", "concurrency"))
     try:
         pause_s, cost_max = 1 / float(options.get("per_second", 2)), float(options.get("cost_max_usd", 1))
-        at_once = max(1, int(options.get("concurrency", 4)))
+        at_once = int(options.get("concurrency", 4))
+        if not (pause_s > 0 and cost_max >= 0 and at_once > 0):
+            raise ValueError
     except (ValueError, ZeroDivisionError):
         raise CommandError("cache warm: expected numbers above 0") from None
     if not (key := os.environ.get("SAMEWAY_API_KEY")):
@@ -369,5 +389,7 @@ def _asked(url: str, key: str, line: bytes) -> tuple[str, float]:
             return reply.headers["x-sameway-cache"], float(reply.headers.get("x-sameway-cost-usd", 0))
     except urllib.error.HTTPError as error:
         return f"refused ({_refusal(error)[:100]})", 0.0
-    except (AttributeError, TypeError, *UNREACHABLE) as error:
+    except (AttributeError, TypeError):
+        return "failed (expected a JSON object with a request)", 0.0
+    except UNREACHABLE as error:
         return f"failed ({str(error)[:100]})", 0.0

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from cache.decision.pieces import compile_pattern
 from gateway.extras import lacks
@@ -198,8 +198,17 @@ class PriceSettings(_Section):
     such as `service_tier: 2`"""
 
 
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):  # a key that is put here by mistake is shown nowhere
+        raise ValueError("expected the name of an environment variable, such as OPENAI_API_KEY")
+    return name
+
+
+Variable = Annotated[str, AfterValidator(_variable)]
+
+
 class ApiKeySettings(_Section):
-    env: str | None = None
+    env: Variable | None = None
     """the environment variable that holds the key"""
     file: Path | None = None
     """or the file that holds it, read again when it changes"""
@@ -264,7 +273,7 @@ class DeploymentSettings(_Section):
     the one with its prefix and with the least to do before it (see [above](#replicas));
     `file:///path` has one in each line, and `dns://name:8000/v1` is one for each address of the name:
     both are read again every 5 s"""
-    api_key_env: str | None = None
+    api_key_env: Variable | None = None
     """the environment variable that holds the provider's key"""
     api_key_file: Path | None = None
     """or the file that holds it, read again when it changes, as Vault's agents and Kubernetes write it"""
@@ -568,7 +577,7 @@ class AlertSettings(_Section):
     without login"""
     smtp_user: str | None = None
     """the name to log in with; default: no login"""
-    smtp_password_env: str | None = None
+    smtp_password_env: Variable | None = None
     """the environment variable that holds its password"""
     smtp_password_file: Path | None = None
     """or the file that holds it, read for each e-mail"""

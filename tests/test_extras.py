@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.cli import main
-from gateway.config_file import load_settings
+from gateway.config_file import load_settings, with_models
 from gateway.extras import EXTRAS, lacks
 from gateway.settings import SettingsError
 
@@ -81,6 +81,35 @@ def test_without_the_semantic_extra_the_defaults_need_no_worker(
     assert (settings.needs_cache_worker, settings.cache.is_semantic, settings.names) == (False, False, ["m"])
     assert main(["check-config", "--config", str(path), "--data-dir", str(tmp_path)]) == 0
     assert capsys.readouterr().err.count("install `sameway[semantic]`") == 1
+
+
+def test_a_model_of_the_database_needs_its_extra(without: Callable[..., None], tmp_path: Path) -> None:
+    """One that this installation cannot run is refused, as the file's would be."""
+    settings = load_settings(file_of(tmp_path, SERVER), {})
+    kept = {"other": {"deployments": [{"backend": "litellm", "model": "bedrock/m"}]}}
+    assert with_models(settings, kept).names[:2] == ["other", "m"]
+    without("litellm")
+    with pytest.raises(SettingsError, match=r"models\.other\..*install `sameway\[litellm\]`"):
+        with_models(settings, kept)
+
+
+def test_a_restore_needs_no_extra(
+    without: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It starts no engine; what ends it is its file, by name."""
+    without(*EXTRAS)
+    archive = tmp_path / "none.zip"
+    assert main(["restore", str(archive), "--data-dir", str(tmp_path / "new")]) == 1
+    assert capsys.readouterr().err == f"sameway: {archive}: No such file or directory\n"
+
+
+def test_a_file_that_cannot_be_read_is_all_that_is_told(without: Callable[..., None], tmp_path: Path) -> None:
+    """Not what the models lack that are there without a file."""
+    without(*EXTRAS)
+    with pytest.raises(SettingsError, match=r"\A\S+: no such file\Z"):
+        load_settings(tmp_path / "none.yaml", {})
+    with pytest.raises(SettingsError, match="for the packaged model, or name models of servers in a file"):
+        load_settings(None, {})
 
 
 def test_what_no_deployment_needs_may_be_missing(without: Callable[..., None], tmp_path: Path) -> None:

@@ -315,6 +315,19 @@ def test_the_check_says_which_verifier_each_alias_has(tmp_path: Path, capsys: py
     )
 
 
+@pytest.mark.parametrize("place", ["api_key_env: KEY", "api_keys: [{env: KEY}]"])
+def test_a_key_in_the_place_of_its_variable_is_not_shown(tmp_path: Path, place: str) -> None:
+    """The error says what is expected there, and no word of it."""
+    path = tmp_path / "sameway.yaml"
+    place = place.replace("KEY", "sk-planted-0123")
+    path.write_text(
+        f"models: {{a: {{deployments: [{{backend: openai, base_url: 'http://h/v1', model: m, {place}}}]}}}}"
+    )
+    with pytest.raises(SettingsError, match="expected the name of an environment variable") as told:
+        check_settings(path, {})
+    assert "planted" not in str(told.value)
+
+
 def test_all_that_this_host_lacks_is_named_in_one_round(tmp_path: Path) -> None:
     """Files, variables, capabilities and the data directory, with the notes on what is allowed."""
     path, unreadable = tmp_path / "sameway.yaml", tmp_path / "model.gguf"

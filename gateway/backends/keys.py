@@ -29,7 +29,7 @@ class HasKey(Protocol):
 
 
 class ProviderKey(msgspec.Struct, eq=False):
-    """One key. `value` is empty while it cannot be read; then `problem` says why."""
+    """One key. `value` is empty while it cannot be read; then `problem` says why, to clients, too."""
 
     settings: ApiKeySettings
     value: str = ""
@@ -41,7 +41,7 @@ class ProviderKey(msgspec.Struct, eq=False):
     def read(self, environ: Mapping[str, str]) -> None:
         """Read the key, if its file is another one than before."""
         if self.settings.env is not None:
-            self._take(environ.get(self.settings.env, ""), f"{self.settings.env} is not set in the environment")
+            self._take(environ.get(self.settings.env, ""), "the variable of its key is not set")
             return
         path = self.settings.file or Path()
         try:
@@ -49,10 +49,10 @@ class ProviderKey(msgspec.Struct, eq=False):
             version = (status.st_ino, status.st_mtime_ns, status.st_size)
             if version != self.version:
                 with path.open("rb") as file:
-                    self._take(file.read(_BYTES_MAX).decode("utf-8", "replace").strip(), f"{path} is empty")
+                    self._take(file.read(_BYTES_MAX).decode("utf-8", "replace").strip(), "the file of its key is empty")
                 self.version = version
         except OSError as error:  # it is being replaced: a key that was read stays good
-            self.problem = "" if self.value else f"{path} can't be read: {error.strerror}"
+            self.problem = "" if self.value else f"the file of its key can't be read: {error.strerror}"
 
     def _take(self, value: str, absence: str) -> None:
         if value and not (value.isascii() and value.isprintable()):

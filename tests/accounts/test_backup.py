@@ -131,7 +131,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (second / "secret").read_text() == "ab" * 32
     assert (second / "files" / "1" / "file-1").read_bytes() == b"\0lines"
     assert (second / "sameway.yaml").read_text() == "workers: 2\n"
-    assert stat.S_IMODE((second / "secret").stat().st_mode) == 0o600
+    assert {stat.S_IMODE((second / name).stat().st_mode) for name in ("secret", "sameway.db")} == {0o600}
     assert main(["restore", str(path), "--data-dir", str(second)]) == 1
     assert "expected an empty data directory" in capsys.readouterr().err
     assert main(["restore", str(config), "--data-dir", str(tmp_path / "third")]) == 1

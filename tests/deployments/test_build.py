@@ -187,6 +187,6 @@ def test_a_missing_key_keeps_a_deployment_unready(backend: str) -> None:
     fields = {"backend": backend, "base_url": "http://h/v1", "model": "m", "api_key_env": "SOME_KEY"}
     given = deployment(**fields)
     load = build_backend("alias", given, describe(given), Settings(), {}).load(1)
-    assert (load.is_ready, load.reason) == (False, "SOME_KEY is not set in the environment")
+    assert (load.is_ready, load.reason) == (False, "the variable of its key is not set")
     ready = build_backend("alias", given, describe(given), Settings(), {"SOME_KEY": "sk"}).load(1)
     assert ready.is_ready == (backend == "openai")

@@ -95,11 +95,15 @@ def test_what_was_spent_and_asked_is_a_table_for_people(console: Console, gatewa
     ("words", "says"),
     [
         (("teams", "frob"), "expected one of create, delete, list, show, update"),
+        (("teams", "show"), "teams show: expected teams show TEAM_ID"),
+        (("deployments", "drain", "up"), "deployments drain up: expected deployments drain\n"),
         (("teams", "--frob", "1"), "unknown option --frob"),
         (("teams", "create", "--nam", "x"), "--name"),
         (("cache", "import"), "expected one file"),
         (("cache", "import", "/nowhere"), "/nowhere cannot be read"),
+        (("cache", "import", "/"), "/ cannot be read"),
         (("cache", "warm", "/nowhere", "--fast"), "expected one file"),
+        (("cache", "warm", __file__, "--per-second", "-1"), "expected numbers above 0"),
     ],
 )
 def test_a_command_that_is_none_says_what_there_is(console: Console, words: tuple[str, ...], says: str) -> None:
