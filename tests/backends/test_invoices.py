@@ -19,6 +19,7 @@ import pytest
 from gateway.backends.anthropic.answer import MessageReader
 from gateway.backends.anthropic.backend import AnthropicBackend
 from gateway.backends.base import Backend, BackendRequest, Native
+from gateway.backends.keys import Keys
 from gateway.backends.managed import ManagedBackend
 from gateway.backends.openai.backend import OpenAIBackend
 from gateway.deployments.build import describe
@@ -213,7 +214,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
 
 
 def backend(kind: str, model: str, url: str) -> Backend:
-    options: Any = {"model": model, "capabilities": frozenset[str](), "api_key": "sk-1234", "base_url": url}
+    options: Any = {"model": model, "capabilities": frozenset[str](), "base_url": url, "keys": Keys.fixed("sk-1234")}
     if kind == "litellm":
         return ManagedBackend("d", **options)
     return AnthropicBackend("d", **options) if kind == "anthropic" else OpenAIBackend("d", **options)
