@@ -146,14 +146,14 @@ def _operations(document: dict[str, Any]) -> Iterator[tuple[str, str, Operation]
         parts = [part for part in short.split("/") if not part.startswith("{")]
         for method, facts in document["paths"][path].items():
             operation, noun, verb = Operation(method.upper(), path, facts), parts[0], parts[-1]
-            if words := [
-                word
+            if values := [
+                value
                 for given in facts.get("parameters", ())
                 if given["in"] == "path"
-                for word in given["schema"].get("enum", ())
+                for value in given["schema"].get("enum", ())
             ]:
                 stem = path.rpartition("/")[0]
-                yield from ((verb, word, operation._replace(path=f"{stem}/{word}")) for word in words)
+                yield from ((verb, value, operation._replace(path=f"{stem}/{value}")) for value in values)
                 continue
             if verb in nouns:
                 noun, verb = verb, (_VERBS if short.endswith("}") else _VERBS_OF_ALL)[operation.method]
