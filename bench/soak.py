@@ -68,6 +68,7 @@ class Soak:
     said: dict[str, str] = field(default_factory=dict)  # to the repeated ones, at first
     chance: random.Random = field(default_factory=lambda: random.Random(39))
     texts: int = 0  # that were new
+    purging: asyncio.Lock = field(default_factory=asyncio.Lock)  # a purge of all would take what was imported
 
     def _fresh(self) -> int:
         self.texts += 1
@@ -213,6 +214,10 @@ class Soak:
         self.ends["rotation"]["done"] += 1
 
     async def curate(self, client: httpx.AsyncClient, turn: int) -> None:
+        async with self.purging:
+            await self._curate(client, turn)
+
+    async def _curate(self, client: httpx.AsyncClient, turn: int) -> None:
         """Answers of the operator are imported and served, then purged and gone."""
         texts = [f"Curated {turn} {number}" for number in range(50)]
         lines = [
@@ -237,7 +242,8 @@ class Soak:
             self.fail(f"purge {turn}: a purged answer: {reply.status_code} {reply.text[:300]}")
 
     async def purge(self, client: httpx.AsyncClient, turn: int) -> None:
-        await self._admin(client, "purge of all", "/cache/purge", json={"all": True, "dry_run": False})
+        async with self.purging:
+            await self._admin(client, "purge of all", "/cache/purge", json={"all": True, "dry_run": False})
 
     async def _admin(self, client: httpx.AsyncClient, what: str, path: str, **body: Any) -> httpx.Response | None:
         """The answer, or none where it is a failure."""
