@@ -144,14 +144,10 @@ def _operations(document: dict[str, Any]) -> Iterator[tuple[str, str, Operation]
         parts = [part for part in short.split("/") if not part.startswith("{")]
         for method, facts in document["paths"][path].items():
             operation = Operation(method.upper(), path, facts)
-            words = [
-                one
-                for given in facts.get("parameters", ())
-                if given["in"] == "path"
-                for one in given["schema"].get("enum", ())
-            ]
-            yield from ((parts[-1], one, operation._replace(path=f"{path.rpartition('/')[0]}/{one}")) for one in words)
-            if words:
+            enums = (given["schema"].get("enum", ()) for given in facts.get("parameters", ()) if given["in"] == "path")
+            acts = [act for enum in enums for act in enum]  # of `deployments/{act}`: each is a verb
+            yield from ((parts[-1], act, operation._replace(path=f"{path.rpartition('/')[0]}/{act}")) for act in acts)
+            if acts:
                 continue
             if parts[-1] in nouns:
                 ends_in_id = short.endswith("}")
