@@ -6,6 +6,7 @@ slow reader of the log, as the log drops lines instead.
 """
 
 import asyncio
+import contextlib
 import os
 import re
 from typing import Any
@@ -65,10 +66,8 @@ _METHODS = frozenset({"debug", "info", "warning", "error", "critical"})
 def fields_of(text: str) -> dict[str, Any]:
     """The fields of one line that a child wrote; of a text that is no JSON, it is the `event`."""
     if text.startswith('{"event"'):
-        try:
+        with contextlib.suppress(msgspec.DecodeError):
             return dict(msgspec.json.decode(text, type=dict[str, Any]))
-        except msgspec.DecodeError:
-            pass
     if redis := _REDIS.fullmatch(text):
         return {"level": _LEVELS[redis[1]], "event": redis[2]}
     return {"event": text}

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import datetime
 import functools
-import http.client
 import io
 import json
 import os
@@ -50,14 +49,16 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sameway {VERSION} ({build()})")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="start the gateway and everything it needs on this host")
-    _add_settings(serve)
-    serve.set_defaults(run=_serve)
+    def add(name: str, run: Callable[[argparse.Namespace], int], help: str, **more: Any) -> argparse.ArgumentParser:
+        """A command that reads the configuration."""
+        parser: argparse.ArgumentParser = commands.add_parser(name, help=help, **more)
+        _add_settings(parser)
+        parser.set_defaults(run=run)
+        return parser
 
-    check = commands.add_parser("check-config", help="read the configuration and say what is wrong with it")
-    _add_settings(check)
+    add("serve", _serve, "start the gateway and everything it needs on this host")
+    check = add("check-config", _check_config, "read the configuration and say what is wrong with it")
     check.add_argument("--explain", action="store_true", help="print how each deployment's server is spoken to")
-    check.set_defaults(run=_check_config)
 
     run = commands.add_parser("run", help="start a tool, such as claude or codex, with this gateway as its provider")
     run.add_argument("--url", default="http://127.0.0.1:8080", help="the gateway's address, without /v1")
@@ -65,39 +66,28 @@ def command_parser() -> argparse.ArgumentParser:
     run.add_argument("command", nargs="+", metavar="-- COMMAND", help="the tool and its arguments")
     run.set_defaults(run=_run)
 
-    reload = commands.add_parser(
-        "reload",
-        help="have the gateway of this host read its configuration again, without a restart",
-        description="Exit status: 0 it is in use, 1 no gateway runs there, 2 it is wrong and nothing has changed.",
-    )
-    _add_settings(reload)
-    reload.set_defaults(run=_reload)
+    status = "Exit status: 0 it is in use, 1 no gateway runs there, 2 it is wrong and nothing has changed."
+    help = "have the gateway of this host read its configuration again, without a restart"
+    add("reload", _reload, help, description=status)
 
-    _add_reconcile(commands)
+    _add_reconcile(add)
     _add_tables(commands)
     for name, help in (
         ("backup", "write accounts, ledger, files and secrets of this installation, and its configuration, to a file"),
         ("restore", "fill an empty database and data directory from such a file"),
     ):
-        archive = commands.add_parser(name, help=help)
+        archive = add(name, functools.partial(_archive, is_backup=name == "backup"), help)
         archive.add_argument("file", type=Path, help="the archive, which has the admin's key: keep it as a secret")
-        _add_settings(archive)
-        archive.set_defaults(run=functools.partial(_archive, is_backup=name == "backup"))
 
-    doctor = commands.add_parser("doctor", help="look for what would trouble this installation, each with its remedy")
-    _add_settings(doctor)
+    doctor = add("doctor", _doctor, "look for what would trouble this installation, each with its remedy")
     doctor.add_argument("--json", action="store_true", help="print what was found as JSON")
     doctor.add_argument("--yes", action="store_true", help="let the gateway ask each deployment one short question")
     doctor.add_argument("--url", help="the gateway's address (default: this host, at its port)")
-    doctor.set_defaults(run=_doctor)
 
     for noun in console.NOUNS:  # their words are read by what the gateway says it can do
+        usage = f"sameway {noun} {console.USAGE}"
         over_api = commands.add_parser(
-            noun,
-            prefix_chars="\0",
-            add_help=False,
-            usage=f"sameway {noun} {console.USAGE}",
-            help=f"{noun} of a gateway",
+            noun, prefix_chars="\0", add_help=False, usage=usage, help=f"{noun} of a gateway"
         )
         over_api.add_argument("words", nargs="*")
         over_api.set_defaults(run=lambda given, noun=noun: console.command(noun, given.words))
@@ -114,21 +104,16 @@ def command_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_reconcile(commands: Any) -> None:
-    reconcile = commands.add_parser(
-        "reconcile",
-        help="compare a provider's export of usage or cost with the ledger, by UTC day and model",
-        description="Exit status: 0 all within the tolerance, 1 differences, 2 the file or the ledger can't be read.",
-    )
+def _add_reconcile(add: Callable[..., argparse.ArgumentParser]) -> None:
+    status = "Exit status: 0 all within the tolerance, 1 differences, 2 the file or the ledger can't be read."
+    help = "compare a provider's export of usage or cost with the ledger, by UTC day and model"
+    reconcile = add("reconcile", _reconcile, help, description=status)
     reconcile.add_argument("file", type=Path, help="OpenAI's or Anthropic's CSV, or one of date, model, tokens, cost")
     reconcile.add_argument("--json", action="store_true", help="print the report as JSON")
     reconcile.add_argument("--correct", action="store_true", help="add correcting rows to the ledger")
-    reconcile.add_argument(
-        "--tolerance-usd", type=_amount, default=0.01, help="what a day and model may differ by (0.01)"
-    )
+    help = "what a day and model may differ by (0.01)"
+    reconcile.add_argument("--tolerance-usd", type=_amount, default=0.01, help=help)
     reconcile.add_argument("--ignore", action="append", default=[], metavar="COLUMN", help="leave a column out")
-    _add_settings(reconcile)
-    reconcile.set_defaults(run=_reconcile)
 
 
 def _add_tables(commands: Any) -> None:
@@ -204,10 +189,8 @@ def _reload(arguments: argparse.Namespace) -> int:
     try:
         answer = asyncio.run(control.ask(settings.control_socket, _RELOAD_S, "reload", why="`sameway reload`"))
     except OSError as error:
-        where = settings.data_dir.absolute()
-        return _refused(
-            f"no gateway of {where} answers ({error or 'it takes too long'}): start one, or name its --data-dir", 1
-        )
+        why = f"no gateway of {settings.data_dir.absolute()} answers ({error or 'it takes too long'})"
+        return _refused(f"{why}: start one, or name its --data-dir", 1)
     if "error" in answer:
         print(f"sameway: the configuration was not changed\n{_indent(answer['error'])}", file=sys.stderr)
         return 2
@@ -221,15 +204,20 @@ _RELOAD_S = 60.0
 
 
 def _check_config(arguments: argparse.Namespace) -> int:
+    from gateway.deployments.build import describe
     from gateway.deployments.catalog import PRICES, use
     from gateway.deployments.verifiers import assigned
     from gateway.weights import missing
 
     settings = _settings(arguments, check_settings)
     use(settings.data_dir / PRICES)
-    unpriced = [
-        f"no price is known for {name}: it counts as free, and no budget holds it" for name in _without_price(settings)
-    ]
+    described = {
+        deployment_name(alias, deployment): describe(deployment)
+        for alias, model in settings.models.items()
+        for deployment in model.deployments
+    }
+    unknown = [name for name, facts in described.items() if not facts.is_price_known]
+    unpriced = [f"no price is known for {name}: it counts as free, and no budget holds it" for name in unknown]
     chosen = list(assigned(settings))
     unfetched = [f"{one.name} is fetched at the start, or by `sameway models get`" for one in missing(settings)]
     unasked = [verifier.line for verifier in chosen if not verifier.deployment]
@@ -238,32 +226,11 @@ def _check_config(arguments: argparse.Namespace) -> int:
     for verifier in chosen:
         if verifier.deployment:
             print(f"verifier of {verifier.line}")
-    for line in _dialects(settings) if arguments.explain else ():
-        print(line)
+    for name, facts in described.items() if arguments.explain else ():
+        print(f"dialect of {name}:", *facts.dialect.lines(), sep="\n  ")
     counts = _count(len(settings.models), "model"), _count(len(settings.engines_used), "local engine")
     print(f"The configuration is good: {', '.join(counts)}.")
     return 0
-
-
-def _dialects(settings: Settings) -> Iterator[str]:
-    """How each deployment's server is spoken to, line by line, with the origin of each."""
-    from gateway.deployments.build import describe
-
-    for alias, model in settings.models.items():
-        for deployment in model.deployments:
-            yield f"dialect of {deployment_name(alias, deployment)}:"
-            yield from (f"  {line}" for line in describe(deployment).dialect.lines())
-
-
-def _without_price(settings: Settings) -> list[str]:
-    from gateway.deployments.build import describe
-
-    return [
-        deployment_name(alias, deployment)
-        for alias, model in settings.models.items()
-        for deployment in model.deployments
-        if not describe(deployment).is_price_known
-    ]
 
 
 def _get_models(arguments: argparse.Namespace) -> int:
@@ -303,9 +270,8 @@ def _run(arguments: argparse.Namespace) -> int:
     """Replace this process by a tool whose environment names the gateway and the key."""
     url, key = arguments.url.rstrip("/").removesuffix("/v1"), os.environ.get("SAMEWAY_API_KEY", "")
     if not key:
-        return _refused(
-            "SAMEWAY_API_KEY is not set: set it to a key of the gateway, which `sameway serve` shows once", 2
-        )
+        remedy = "set it to a key of the gateway, which `sameway serve` shows once"
+        return _refused(f"SAMEWAY_API_KEY is not set: {remedy}", 2)
     try:
         path = f"/v1/models/{urllib.parse.quote(arguments.model, safe='')}" if arguments.model else "/v1/models"
         with console.opened(url + path, {"authorization": f"Bearer {key}"}, within_s=10):
@@ -313,10 +279,9 @@ def _run(arguments: argparse.Namespace) -> int:
     except urllib.error.HTTPError as error:
         if error.code == 404 and arguments.model:
             return _refused(f"{url} has no model {arguments.model!r} for this key: {url}/v1/models lists them", 2)
-        return _refused(
-            f"{url} answered {error.code}: expected a running gateway that takes the key in SAMEWAY_API_KEY", 1
-        )
-    except (OSError, ValueError, http.client.HTTPException) as error:
+        expected = "expected a running gateway that takes the key in SAMEWAY_API_KEY"
+        return _refused(f"{url} answered {error.code}: {expected}", 1)
+    except console.UNREACHABLE as error:
         return _refused(f"{url} cannot be reached ({error}): start a gateway there, or name another one with --url", 1)
     environ = {name: value for name, value in os.environ.items() if name != "ANTHROPIC_API_KEY"}
     environ |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}

@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin
 from urllib.parse import urlsplit
@@ -44,49 +45,35 @@ def load_settings(
     environ: Mapping[str, str] = os.environ,
     *,
     model: str | None = None,
+    is_checked: bool = False,
     serves: bool = True,
     **overrides: Any,
 ) -> Settings:
     """Settings from the YAML file at `path`, then `SAMEWAY_<NAME>` variables for top-level scalars,
     then flags.
 
-    `overrides` are the flags; `model` is loaded by the engine named `default`. Who `serves` needs the
-    extras of what is configured. Raises SettingsError with a line for each wrong setting.
-    """
-    settings, wrong, weak = _read(path, environ, model, overrides)
-    if settings is not None:
-        settings, lacking = _as_installed(settings)
-        wrong += lacking if serves and not wrong else []
-    refuse_settings(wrong, weak)
-    assert settings is not None
-    return settings
-
-
-def check_settings(
-    path: Path | None, environ: Mapping[str, str] = os.environ, *, model: str | None = None, **overrides: Any
-) -> Settings:
-    """Settings as from `load_settings`, with further checks on this host.
-
-    Model files must be readable, the data directory writable and the variables of providers' keys
-    set, capabilities must be known, and no `SAMEWAY_` variable may be a misspelt setting. Raises
-    SettingsError with a line for each wrong setting, and for each of `notes`.
+    `overrides` are the flags; `model` is loaded by the engine named `default`. With `is_checked`, model
+    files must be readable, the data directory writable and the variables of providers' keys set,
+    capabilities must be known, and no `SAMEWAY_` variable may be a misspelt setting. Who `serves` needs
+    the extras of what is configured. Raises SettingsError with a line for each wrong setting, and then
+    for each of `notes`, too.
     """
     settings, wrong, weak = _read(path, environ, model, overrides)
     noted: list[str] = []
     if settings is not None:
         settings, lacking = _as_installed(settings)
-        wrong += [
-            *([] if wrong else lacking),
-            *_unusable_files(settings),
-            *_missing_variables(settings, environ),
-            *_unknown_capabilities(settings),
-        ]
+        wrong += lacking if serves and not wrong else []
+    if settings is not None and is_checked:
+        wrong += [*_unusable_files(settings), *_missing_variables(settings, environ), *_unknown_capabilities(settings)]
         weak += weak_files(settings)
         noted = [f"note: {note}" for note in notes(settings)]
-    wrong += _misspelt_variables(environ)
+    wrong += _misspelt_variables(environ) if is_checked else []
     refuse_settings([*wrong, *noted] if wrong or weak else [], weak)
     assert settings is not None
     return settings
+
+
+check_settings = partial(load_settings, is_checked=True)
 
 
 def with_models(settings: Settings, kept: Mapping[str, Any]) -> Settings:

@@ -9,6 +9,7 @@ bounded rate. Invariant: an import that breaks off goes on before what could hav
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -16,22 +17,25 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from http.client import HTTPException
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 NOUNS = ("teams", "keys", "budgets", "spend", "ledger", "requests", "cache", "deployments", "batches", "audit")
 USAGE = "[VERB] [ID] [--FIELD VALUE ...] [--json] [--url URL] [--help]"
 _OTHERS = {"spend": ("ledger", "sums"), "requests": ("routes", "list")}
-_VERBS = {"GET": "show", "PATCH": "update", "DELETE": "delete"}
+_VERBS = {"GET": "show", "PATCH": "update", "DELETE": "delete", "POST": "act"}
+_VERBS_OF_ALL = {"GET": "list", "POST": "create"}
 _PORTION_LINES, _PORTION_BYTES = 500, 4 << 20
 _LOST_S = 5.0  # what a killed Redis may forget of what it had acknowledged
 _TRIED_FOR_S = 120.0
 _CELL_CHARS_MAX = 60
-_CONNECTION_ERRORS = (OSError, HTTPException)
+UNREACHABLE = (OSError, ValueError, HTTPException)  # what `opened` raises
 
 
 class CommandError(Exception):
@@ -91,11 +95,9 @@ def command(noun: str, arguments: Sequence[str]) -> int:
         return 1
     except BrokenPipeError:  # who reads the output has seen enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    except (ValueError, *_CONNECTION_ERRORS) as error:
-        print(
-            f"sameway: {url} cannot be reached ({getattr(error, 'reason', error)}): name a running gateway with --url",
-            file=sys.stderr,
-        )
+    except UNREACHABLE as error:
+        why = getattr(error, "reason", error)
+        print(f"sameway: {url} cannot be reached ({why}): name a running gateway with --url", file=sys.stderr)
         return 1
     return 0
 
@@ -143,23 +145,21 @@ def _operations(document: dict[str, Any]) -> Iterator[tuple[str, str, Operation]
     for short, path in paths.items():
         parts = [part for part in short.split("/") if not part.startswith("{")]
         for method, facts in document["paths"][path].items():
-            operation = Operation(method.upper(), path, facts)
-            enums = (given["schema"].get("enum", ()) for given in facts.get("parameters", ()) if given["in"] == "path")
-            acts = [act for enum in enums for act in enum]  # of `deployments/{act}`: each is a verb
-            yield from ((parts[-1], act, operation._replace(path=f"{path.rpartition('/')[0]}/{act}")) for act in acts)
-            if acts:
+            operation, noun, verb = Operation(method.upper(), path, facts), parts[0], parts[-1]
+            if words := [
+                word
+                for given in facts.get("parameters", ())
+                if given["in"] == "path"
+                for word in given["schema"].get("enum", ())
+            ]:
+                stem = path.rpartition("/")[0]
+                yield from ((verb, word, operation._replace(path=f"{stem}/{word}")) for word in words)
                 continue
-            if parts[-1] in nouns:
-                ends_in_id = short.endswith("}")
-                verb = (
-                    _VERBS.get(operation.method, "act")
-                    if ends_in_id
-                    else {"GET": "list", "POST": "create"}[operation.method]
-                )
-                yield parts[-1], verb, operation
-            else:
-                is_second = operation.method == "POST" and "get" in document["paths"][path]
-                yield parts[0], f"create-{parts[-1]}" if is_second else parts[-1], operation
+            if verb in nouns:
+                noun, verb = verb, (_VERBS if short.endswith("}") else _VERBS_OF_ALL)[operation.method]
+            elif method == "post" and "get" in document["paths"][path]:
+                verb = f"create-{verb}"
+            yield noun, verb, operation
 
 
 def _chosen(noun: str, places: list[str], document: dict[str, Any]) -> tuple[Operation, str]:
@@ -173,17 +173,13 @@ def _chosen(noun: str, places: list[str], document: dict[str, Any]) -> tuple[Ope
         verb = "show" if "show" in verbs else verb
     for its_verb, operation in known:
         if its_verb == verb and operation.path.count("{") == len(places):
-            path = operation.path
-            for place in places:
-                start, end = path.index("{"), path.index("}")
-                path = path[:start] + urllib.parse.quote(place, safe="") + path[end + 1 :]
-            return operation, path
+            ids = [urllib.parse.quote(place, safe="") for place in places]
+            return operation, re.sub("{.*?}", "{}", operation.path).format(*ids)
     for its_verb, operation in known:
         if is_named and its_verb == verb:
             raise CommandError(f"{noun} {' '.join([verb, *places])}: expected {noun} {verb} {_ids(operation)}".rstrip())
-    raise CommandError(
-        f"{noun} {' '.join([verb, *places])}: expected one of {', '.join(sorted(verbs))}, with the ids that --help shows"
-    )
+    known_verbs = ", ".join(sorted(verbs))
+    raise CommandError(f"{noun} {' '.join([verb, *places])}: expected one of {known_verbs}, with the ids of --help")
 
 
 def _ids(operation: Operation) -> str:
@@ -310,7 +306,7 @@ def _import(url: str, places: list[str], options: dict[str, Any]) -> int:
         try:
             with opened(target, admin_headers(), "POST", b"\n".join(portion), 300) as reply:
                 replies[line] = time.monotonic(), json.load(reply)
-        except (ValueError, *_CONNECTION_ERRORS) as error:
+        except UNREACHABLE as error:
             now, broken_at = time.monotonic(), broken_at or time.monotonic()
             if (isinstance(error, urllib.error.HTTPError) and error.code < 500) or now - broken_at > _TRIED_FOR_S:
                 raise
@@ -322,32 +318,26 @@ def _import(url: str, places: list[str], options: dict[str, Any]) -> int:
         line, broken_at = line + len(portion), None
         print(f"\r{line:,} of {len(lines):,} lines", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    problems = [
-        (start + one["line"], one["message"]) for start, (_, came) in replies.items() for one in came["problems"]
-    ]
-    for number, message in problems[:20]:
-        print(f"line {number}: {message}", file=sys.stderr)
+    problems = [(start, one) for start, (_, came) in replies.items() for one in came["problems"]]
+    for start, one in problems[:20]:
+        print(f"line {start + one['line']}: {one['message']}", file=sys.stderr)
     sums = {name: sum(came[name] for _, came in replies.values()) for name in ("stored", "unchanged", "refused")}
     print(", ".join(f"{count:,} {name}" for name, count in sums.items()))
     return 1 if sums["refused"] else 0
 
 
 def _portion(lines: list[bytes], start: int) -> list[bytes]:
-    size, end = 0, start
-    while (
-        end < len(lines) and end - start < _PORTION_LINES and (end == start or size + len(lines[end]) < _PORTION_BYTES)
-    ):
-        size += len(lines[end])
-        end += 1
-    return lines[start:end]
+    """The next lines: at least one, and no more than the gateway takes in a moment."""
+    portion = lines[start : start + _PORTION_LINES]
+    fit = sum(size < _PORTION_BYTES for size in accumulate(map(len, portion)))
+    return portion[: max(1, fit)]
 
 
 def _file(verb: str, places: list[str], options: dict[str, Any], known: Sequence[str]) -> Path:
     """The one file of a command. Raises CommandError."""
     if len(places) != 1 or options.keys() - set(known):
-        raise CommandError(
-            f"cache {verb}: expected one file, and of options {', '.join(f'--{one}' for one in known) or 'none'} alone"
-        )
+        listed = ", ".join(f"--{one.replace('_', '-')}" for one in known) or "none"
+        raise CommandError(f"cache {verb}: expected one file, and of options {listed} alone")
     if not (os.path.isfile(places[0]) and os.access(places[0], os.R_OK)):
         raise CommandError(f"cache {verb}: {places[0]} cannot be read")
     return Path(places[0])
@@ -366,33 +356,22 @@ def _warm(url: str, places: list[str], options: dict[str, Any]) -> int:
     if not (key := os.environ.get("SAMEWAY_API_KEY")):
         raise CommandError("SAMEWAY_API_KEY is not set: set it to a key of the team whose cache is to be filled")
     came, spent, dearest = Counter[str](), 0.0, 0.0
-    pending: set[Future[tuple[str, float]]] = set()
-
-    def take(is_enough: Callable[[], bool]) -> None:
-        nonlocal spent, dearest, pending
-        while pending and not is_enough():
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for one in done:
-                how, cost = one.result()
-                came[how], spent, dearest = came[how] + 1, spent + cost, max(dearest, cost)
-
     lines = [line for line in file.read_bytes().splitlines() if line.strip()]
-    with ThreadPoolExecutor(max_workers=max(1, at_once)) as pool:
-        for number, line in enumerate(lines, 1):
+    with ThreadPoolExecutor(max_workers=at_once) as pool:
+        while (done := came.total()) < len(lines):
             # the first one alone: it says what a request costs
-            take(
-                lambda: (
-                    len(pending) < (at_once if sum(came.values()) else 1)
-                    and spent + (len(pending) + 1) * dearest <= cost_max
-                )
-            )
-            if spent + dearest > cost_max:
-                came["left out, as they might cost more"] = len(lines) - number + 1
+            many = at_once if done else 1
+            many = min(many, int((cost_max - spent) / dearest)) if dearest else many
+            if many < 1:
+                came["left out, as they might cost more"] = len(lines) - done
                 break
-            pending.add(pool.submit(_asked, url, key, line))
-            print(f"\r{number:,} of {len(lines):,} requests, {spent:.4f} USD", end="", file=sys.stderr, flush=True)
-            time.sleep(pause_s)
-        take(lambda: False)
+            ends_at, asked = time.monotonic() + many * pause_s, lines[done : done + many]
+            for how, cost in pool.map(partial(_asked, url, key), asked):
+                came[how], spent, dearest = came[how] + 1, spent + cost, max(dearest, cost)
+            print(
+                f"\r{came.total():,} of {len(lines):,} requests, {spent:.4f} USD", end="", file=sys.stderr, flush=True
+            )
+            time.sleep(max(0.0, ends_at - time.monotonic()))
     print(file=sys.stderr)
     print(", ".join(f"{count:,} {how}" for how, count in sorted(came.items())) + f"; {spent:.6f} USD")
     return 0 if came.keys() <= {"exact", "semantic", "coalesced", "miss"} else 1
@@ -412,5 +391,5 @@ def _asked(url: str, key: str, line: bytes) -> tuple[str, float]:
         return f"refused ({_refusal(error)[:100]})", 0.0
     except (AttributeError, TypeError):
         return "failed (expected a JSON object with a request)", 0.0
-    except (ValueError, *_CONNECTION_ERRORS) as error:
+    except UNREACHABLE as error:
         return f"failed ({str(error)[:100]})", 0.0

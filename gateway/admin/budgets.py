@@ -156,15 +156,14 @@ def name_of(state: BudgetState) -> str | None:
 def _out(budget: Budget, state: BudgetState | None, needed: Sequence[models.HoldOut], at_ms: int) -> models.BudgetOut:
     """A budget with its current use, as the API shows it."""
     is_money, limit = budget.unit is Unit.MONEY, budget.limit_at(at_ms)
+    small = [hold.model for hold in needed if hold.microusd > limit] if budget.is_hard and is_money else []
     terms = {
         "rolling_s": budget.rolling_s or None,
         "time_zone": budget.time_zone or "UTC",
         "limit_now": limit,
         "limit_microusd": budget.limit if is_money else None,
         "raised_until_s": budget.raised_until_ms / 1000 if budget.raised_until_ms > at_ms else None,
-        "too_small_for": [hold.model for hold in needed if hold.microusd > limit]
-        if budget.is_hard and is_money
-        else [],
+        "too_small_for": small,
     }
     if state is None:
         return models.BudgetOut.of(budget, **terms)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from cache import CacheWorkerUnavailable, Entry, Hit, MissReason, Partition, Purge, Query, fingerprint
+from cache import CacheWorkerUnavailable, Entry, Hit, MissReason, Partition, Query, fingerprint
 from cache.query import Neighbourhood, Undecided
 from cache.verdicts import Scope, Suspension
 from cache.worker import WorkerState
@@ -67,18 +67,7 @@ async def purge(parts: WorkerParts, body: models.PurgeIn) -> models.PurgeOut:
     if body.all == bool(conditions):
         message = "Give at least one of id, text, team_id, namespace, model, deployment, older_than_s and tag, or `all`, not both"
         raise BadRequest(message, param="all", code="invalid_value")
-    if body.team_id is not None:
-        await parts.accounts.team(body.team_id)
-    selector = Purge(
-        partition=parts.partition_of(body.team_id) if body.team_id is not None else None,
-        id=body.id,
-        text=body.text,
-        namespace=body.namespace,
-        labels=tuple((name, conditions[name]) for name in ("model", "deployment") if name in conditions),
-        older_than_s=body.older_than_s,
-        tag=body.tag,
-    )
-    result = await parts.exact.purge(selector, is_dry_run=body.dry_run)
+    result = await parts.exact.purge(await parts.entries_of(conditions), is_dry_run=body.dry_run)
     owners = await _owners(parts)
     samples = [
         models.SampleOut.of(sample, created_at_s=sample.about.created_at, **owners.get(sample.partition, _DELETED))

@@ -139,15 +139,8 @@ def ttft_chart(stats: StatsOut) -> Markup:
     hits = [point.ttft_hit for point in stats.series]
     misses = [point.ttft_miss for point in stats.series]
     series = [
-        Series(
-            "misses",
-            "misses",
-            tuple(measured.p50_ms for measured in misses),
-            tuple(measured.p95_ms for measured in misses),
-        ),
-        Series(
-            "hits", "hits", tuple(measured.p50_ms for measured in hits), tuple(measured.p95_ms for measured in hits)
-        ),
+        Series(name, name, tuple(one.p50_ms for one in measured), tuple(one.p95_ms for one in measured))
+        for name, measured in (("misses", misses), ("hits", hits))
     ]
     notes = [
         _note(stats, index, f"hits {_latency(hit)}", f"misses {_latency(miss)}")
@@ -241,12 +234,10 @@ def log_lines(series: Sequence[Series], steps: Sequence[str], axis: Axis, label:
         for start, end in _runs(line.values):
             points = [(index * _STEP + _STEP / 2, y(line.values[index] or 1.0)) for index in range(start, end)]
             if line.highs:
-                upper = [
-                    (x, y(line.highs[start + i] or line.values[start + i] or 1.0)) for i, (x, _) in enumerate(points)
-                ]
-                drawn.append(
-                    Markup('<path class="band {}" d="{}Z"/>').format(line.kind, _path([*points, *reversed(upper)]))
-                )
+                highs = [most or value or 1.0 for most, value in zip(line.highs, line.values, strict=True)][start:end]
+                upper = [(x, y(most)) for (x, _), most in zip(points, highs, strict=True)]
+                band = _path([*points, *reversed(upper)])
+                drawn.append(Markup('<path class="band {}" d="{}Z"/>').format(line.kind, band))
             shape = "line" if len(points) > 1 else "dot"
             drawn.append(Markup('<path class="{} {}" d="{}"/>').format(shape, line.kind, _path(points)))
     drawn += [_column(index, Markup(""), note) for index, note in enumerate(notes)]
@@ -265,9 +256,8 @@ def parts_bar(parts: Sequence[tuple[str, float, str]], label: str) -> Markup:
         if width > 0:
             drawn.append(Markup("<g><title>{}</title>{}</g>").format(note, _rect(kind, x, 0, width, 10)))
         x += width
-    return Markup(
-        '<svg class="parts" viewBox="0 0 1000 10" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>'
-    ).format(label, Markup("").join(drawn))
+    box = '<svg class="parts" viewBox="0 0 1000 10" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>'
+    return Markup(box).format(label, Markup("").join(drawn))
 
 
 def nice_ceiling(value: float) -> float:
@@ -306,9 +296,8 @@ def _column(index: int, inner: Markup, note: str) -> Markup:
 
 
 def _rect(kind: str, x: float, y: float, width: float, height: float) -> Markup:
-    return Markup('<rect class="{}" x="{}" y="{}" width="{}" height="{}"/>').format(
-        kind, _number(x), _number(y), _number(width), _number(height)
-    )
+    place = map(_number, (x, y, width, height))
+    return Markup('<rect class="{}" x="{}" y="{}" width="{}" height="{}"/>').format(kind, *place)
 
 
 def _runs(values: Sequence[float | None]) -> list[tuple[int, int]]:

@@ -37,12 +37,7 @@ async def list_models(parts: WorkerParts) -> models.ConfiguredOut:
             models.ConfiguredModel(alias=alias, is_in_file=alias in in_file, kept=kept.get(alias))
             for alias in sorted({*parts.settings.models, *kept})
         ],
-        history=[
-            models.ModelChangeOut(
-                id=row.id, at_ms=row.at_ms, client=row.client, way=row.way, **msgspec.structs.asdict(one)
-            )
-            for row, one in reversed(changes[-_HISTORY:])
-        ],
+        history=[models.ModelChangeOut.of(*change) for change in reversed(changes[-_HISTORY:])],
     )
 
 
@@ -87,10 +82,8 @@ async def _changed(
     try:
         answer = await parts.configuration.reload(why, kept=kept, is_file_read=kept is None, is_dry_run=is_dry_run)
     except OSError as error:
-        raise Unavailable(
-            f"The supervisor does not answer ({error or type(error).__name__}): nothing has changed"
-        ) from None
+        why = f"The supervisor does not answer ({error or type(error).__name__})"
+        raise Unavailable(f"{why}: nothing has changed") from None
     if "error" in answer:
         raise accounts.Invalid("configuration", answer["error"])
-    changes: dict[str, str] = answer["changes"]
-    return changes
+    return dict(answer["changes"])

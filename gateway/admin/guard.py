@@ -121,9 +121,8 @@ class Guard:
         self._own_host = settings.host.lower()
         secret = hashlib.blake2b((settings.secret or "").encode()).digest()
         # keyed, so that a copy of the database is no help in guessing the key
-        self._mark = hashlib.blake2b(
-            settings.admin_key.encode(), digest_size=32, key=secret, person=b"sameway-admin"
-        ).digest()
+        mark = hashlib.blake2b(settings.admin_key.encode(), digest_size=32, key=secret, person=b"sameway-admin")
+        self._mark = mark.digest()
         self._sessions = sessions
         self._count = count
         self._guesses = Guesses(clock, redis)
@@ -137,9 +136,8 @@ class Guard:
             wait_s = await self._guesses.wait_s(scope, client)
         if wait_s:
             self._count(endpoint, "not_read")
-            raise TooManyWrongKeys(
-                f"Too many wrong keys came from your address. Wait {_seconds(wait_s)}, then send the right one.", wait_s
-            )
+            then = f"Wait {_seconds(wait_s)}, then send the right one."
+            raise TooManyWrongKeys(f"Too many wrong keys came from your address. {then}", wait_s)
         digest = _digest(key)
         if hmac.compare_digest(digest, self._admin_key):
             await self._guesses.forget(scope, client)

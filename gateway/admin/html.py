@@ -109,10 +109,8 @@ LOGIN = "/admin/login"
 
 def to_login(request: Request) -> Response:
     """Redirect to the login form, which leads back to the page if the request was a GET."""
-    target = (
-        f"?next={quote(_here(request), safe='/')}" if request.method == "GET" and request.url.path != "/admin" else ""
-    )
-    return RedirectResponse(LOGIN + target, 303)
+    leads_back = request.method == "GET" and request.url.path != "/admin"
+    return RedirectResponse(LOGIN + (f"?next={quote(_here(request), safe='/')}" if leads_back else ""), 303)
 
 
 _OWN_PATH = re.compile(r"/admin(?:/[A-Za-z0-9_-]+)*(?:\?[!-~]*)?")

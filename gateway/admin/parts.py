@@ -6,13 +6,13 @@ Must not import the application, whose `WorkerParts` extends this class.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Request
 
-from cache import Partition
+from cache import Partition, Purge
 from gateway.accounts import partition_of
 from gateway.accounts.audit import AuditRow
 
@@ -74,15 +74,16 @@ class AdminParts:
         self, action: str, entry: str, operator: Operator, team_id: int = 0, request_id: str = ""
     ) -> AuditRow:
         """A row of the audit log, as of now."""
-        return AuditRow(
-            at_ms=int(self.clock() * 1000),
-            action=action,
-            team_id=team_id,
-            request_id=request_id,
-            entry=entry,
-            client=operator.client,
-            way=operator.way,
-        )
+        at_ms, who = int(self.clock() * 1000), operator._asdict()
+        return AuditRow(at_ms=at_ms, action=action, team_id=team_id, request_id=request_id, entry=entry, **who)
+
+    async def entries_of(self, conditions: Mapping[str, Any]) -> Purge:
+        """Which entries meet the conditions of a body; those that are None say nothing. Raises DoesNotExist."""
+        given = {name: value for name, value in conditions.items() if value is not None}
+        if (team_id := given.pop("team_id", None)) is not None:
+            given["partition"] = self.partition_of((await self.accounts.team(team_id)).id)
+        labels = tuple((name, given.pop(name)) for name in ("model", "deployment") if name in given)
+        return Purge(labels=labels, **given)
 
     def partition_of(self, team_id: int) -> Partition:
         """The cache partition of a team, as the pipeline computes it."""

@@ -192,14 +192,7 @@ async def export_answers(parts: WorkerParts, body: models.ExportIn, operator: Ac
     """Writes the cached answers of a team or of all, as lines for an import; curated ones with their requests. It is in
     the audit log."""
     owners = {parts.partition_of(team.id): team.id for team in await parts.accounts.list_teams()}
-    if body.team_id is not None and body.team_id not in owners.values():
-        raise NotFound(f"There is no team {body.team_id}", param="team_id", code="not_found")
-    chosen = Purge(
-        partition=parts.partition_of(body.team_id) if body.team_id is not None else None,
-        namespace=body.namespace,
-        labels=(("model", body.model),) if body.model is not None else (),
-        tag=body.tag,
-    )
+    chosen = await parts.entries_of(body.model_dump(exclude={"curated"}))
     # first: what cannot be audited is not shown
     await parts.audit.add(parts.audit_row(CACHE_EXPORTED, "answers", operator, body.team_id or 0))
     lines = _exported(parts, chosen, owners, is_curated=body.curated)
@@ -210,10 +203,8 @@ async def _exported(
     parts: AdminParts, chosen: Purge, owners: Mapping[Partition, int], *, is_curated: bool | None
 ) -> AsyncIterator[bytes]:
     async for entries in parts.exact.entries(chosen):
-        some = [one for one in entries if is_curated in (None, one.is_curated)]
-        yield b"".join(
-            msgspec.json.encode(_line_of(one, owners[one.partition])) + b"\n" for one in some if one.partition in owners
-        )
+        some = [one for one in entries if one.partition in owners and is_curated in (None, one.is_curated)]
+        yield b"".join(msgspec.json.encode(_line_of(one, owners[one.partition])) + b"\n" for one in some)
 
 
 def _line_of(entry: Entry, team_id: int) -> dict[str, Any]:

@@ -41,13 +41,13 @@ def _row(parts: WorkerParts, alias: str, chosen: Assigned | None, summary: Summa
     samples = [sample for (_, model), sample in summary.samples.items() if model == alias]
     lookups = tally.by_kind.get("semantic", 0) + tally.by_kind.get("miss", 0)
     waits: Percentiles = summary.verified.get(alias, percentiles({}))
-    return models.VerifierModelOut(
+    return models.VerifierModelOut.of(
+        tally,
         model=alias,
         verify=parts.settings.verification(alias).mode.value,
         deployment=chosen.deployment if chosen is not None else "",
         question_microusd=chosen.microusd if chosen is not None else None,
         lookups=lookups,
-        asked_requests=tally.asked_requests,
         yes=tally.confirmed_requests,
         asked_share=tally.asked_requests / lookups if lookups else None,
         questions=sum(sample.questions for sample in samples),
@@ -56,7 +56,6 @@ def _row(parts: WorkerParts, alias: str, chosen: Assigned | None, summary: Summa
         saved_microusd=tally.verified_saved_microusd,
         wait_p50_ms=waits.p50_ms,
         wait_p95_ms=waits.p95_ms,
-        would_hits=tally.would_hits,
         would_share=tally.would_hits / lookups if lookups else None,
         would_save_microusd_a_day=round(tally.would_saved_microusd * _DAY_S / _covered_s(parts, summary)),
     )
@@ -73,21 +72,18 @@ def _is_example(record: Record) -> bool:
 
 
 async def _example(parts: WorkerParts, record: Record) -> models.VerifierExampleOut:
-    request, facts = record.request, record.verifier
-    made_for = ""
+    facts, made_for = record.verifier, ""
     if parts.settings.log_prompts:
-        partition = parts.partition_of(request.team_id)
+        partition = parts.partition_of(record.request.team_id)
         about = await parts.exact.lookup_about(partition, bytes.fromhex(facts.would_serve))
         made_for = (about.text if about is not None else None) or ""
-    return models.VerifierExampleOut(
-        request_id=request.id,
-        at_s=request.at_s,
-        team=request.team,
-        model=request.alias,
-        verifier=facts.verifier,
+    return models.VerifierExampleOut.of(
+        record.request,
+        record.cache,
+        facts,
+        request_id=record.request.id,
+        model=record.request.alias,
         verdict=facts.verdict or "certain",
-        similarity=record.cache.similarity,
-        would_save_microusd=facts.would_save_microusd,
         question=record.cache.question if parts.settings.log_prompts else "",
         made_for=made_for,
     )

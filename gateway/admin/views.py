@@ -319,10 +319,8 @@ async def deployments(parts: WorkerParts) -> models.DeploymentsOut:
     shown = []
     for deployment in parts.deployments():
         deployment = deployment.model_copy(update={"last_errors": errors.get(deployment.name, [])})
-        if summary is not None and deployment.name in summary.by_deployment:
-            deployment.last_24h = models.DeploymentTallyOut.of(
-                summary.by_deployment[deployment.name], deployment=deployment.name
-            )
+        if summary is not None and (tally := summary.by_deployment.get(deployment.name)):
+            deployment.last_24h = models.DeploymentTallyOut.of(tally, deployment=deployment.name)
         shown.append(deployment)
     return {"deployments": shown}
 

@@ -134,8 +134,7 @@ def _read(text: Iterable[str], ignored: frozenset[str]) -> Export:
     reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
     try:
         names = [_normal(name) for name in next(reader)]
-        positions, iso = _positions(names, ignored)
-        sums = _Sums(delimiter, positions, iso)
+        sums = _Sums(delimiter, _positions(names, ignored))
         for row in reader:
             if any(cell.strip() for cell in row):
                 if len(row) != len(names):
@@ -156,8 +155,8 @@ def _expected() -> str:
     return "; ".join(f"{meaning}: {' or '.join(names)}" for meaning, names in _COLUMNS.items())
 
 
-def _positions(names: Sequence[str], ignored: frozenset[str]) -> tuple[dict[str, int], bool]:
-    """The column of each meaning, and whether dates are texts."""
+def _positions(names: Sequence[str], ignored: frozenset[str]) -> dict[str, int]:
+    """The column of each meaning."""
     unknown = [name for name in names if name not in _MEANINGS and name not in _IGNORED and name not in ignored]
     if unknown:
         shown = ", ".join(shown_text(name or "(no name)") for name in unknown[:10])
@@ -181,7 +180,7 @@ def _positions(names: Sequence[str], ignored: frozenset[str]) -> tuple[dict[str,
             raise ExportError(f"no column is the {needed}: expected {' or '.join(_COLUMNS[needed])}")
     if not positions.keys() & {*_TOKENS, "usd", "microusd"}:
         raise ExportError(f"no column has tokens or costs: expected {_expected()}")
-    return positions, names[positions["date"]] != "start_time"
+    return positions
 
 
 _PLAIN = re.compile(r"0?\.\d{1,12}|\d{1,9}|\d{4,9}\.\d{1,12}")  # can be read in one way alone
@@ -190,10 +189,9 @@ _PLAIN = re.compile(r"0?\.\d{1,12}|\d{1,9}|\d{4,9}\.\d{1,12}")  # can be read in
 class _Sums:
     """Sums rows by day and model."""
 
-    def __init__(self, delimiter: str, positions: Mapping[str, int], is_text_date: bool) -> None:
+    def __init__(self, delimiter: str, positions: Mapping[str, int]) -> None:
         self._delimiter = delimiter
         self._positions = positions
-        self._is_text_date = is_text_date
         self._exact: dict[tuple[date, str], tuple[Billed, Decimal, Decimal]] = {}
         self._is_zone_assumed = False
         self._read: dict[tuple[str, str], tuple[date, str]] = {}  # days and models by their texts, which repeat

@@ -30,7 +30,7 @@ REQUESTS = "requests"
 TTFT = "ttft"
 DURATION = "duration"
 VERIFIED = "verified"  # the wait for a verifier's word
-_NOT_OUR_FAILURES = frozenset({"not_cached", "deadline_exceeded"})  # 504s that the client asked for
+NOT_OUR_FAILURES = frozenset({"not_cached", "deadline_exceeded"})  # 504s that the client asked for
 _DENIED = "upstream_denied"  # a 4xx that is not the client's
 
 
@@ -73,7 +73,7 @@ def kind_of(cache: str, status: int, error: str) -> str:
     """
     if status < 400:
         return cache
-    is_refused = (status < 500 and error != _DENIED) or error in _NOT_OUR_FAILURES
+    is_refused = (status < 500 and error != _DENIED) or error in NOT_OUR_FAILURES
     return "refused" if is_refused else "failed"
 
 

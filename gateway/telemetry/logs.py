@@ -23,6 +23,7 @@ from gateway.journey.record import Record, flat
 from gateway.journey.trace import CURRENT
 from gateway.loggers import get_logger
 from gateway.settings import Settings
+from gateway.telemetry.buckets import NOT_OUR_FAILURES
 from policies.durations import duration_ms
 from policies.prices import dollars
 
@@ -109,7 +110,7 @@ class Log:
         """Write the canonical line of a finished request; `prompt` and `answer` only if prompts may
         be logged.
         """
-        level = "error" if record.ended.status >= 500 else "info"
+        level = "error" if record.ended.status >= 500 and record.ended.error not in NOT_OUR_FAILURES else "info"
         # not through structlog, whose chain of processors would double the cost of this line
         fields = _flatten(record, level)
         if self._has_prompts:

@@ -108,8 +108,8 @@ class Traces:
                 attributes = self._call(stage, record)
                 name = f"{attributes['gen_ai.operation.name']} {attributes.get('gen_ai.request.model', stage.name)}"
                 error = "" if called.verdict in ("ok", "cancelled") else called.outcome
-                span = {"name": name, "attributes": attributes, "status": self._status(error)}
-                span |= {"kind": api.SpanKind.CLIENT}
+                status, kind = self._status(error), api.SpanKind.CLIENT
+                span = {"name": name, "attributes": attributes, "status": status, "kind": kind}
                 span_id = called.span_id
             self._end(
                 context=self._context(request.trace_id, span_id),
@@ -160,10 +160,9 @@ class Traces:
 
 def _facts_of(deployment: Deployment) -> dict[str, Any]:
     settings, model = deployment.settings, deployment.model
-    provider = _PROVIDERS.get(settings.backend) or model.partition("/")[0]
     address = urlsplit(settings.base_url or "")
     facts = {
-        "gen_ai.provider.name": provider,
+        "gen_ai.provider.name": _PROVIDERS.get(settings.backend) or model.partition("/")[0],
         "gen_ai.request.model": model,
         "server.address": address.hostname,
         "server.port": address.port,

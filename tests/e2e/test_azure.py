@@ -91,12 +91,12 @@ def test_keys_in_any_header(gateway: Gateway) -> None:
 
 
 def test_other_servers_tokens_are_not_known(gateway: Gateway) -> None:
-    """An alias without a local engine is refused as such, and one must be named where there is none to choose."""
+    """Without a local engine there is no tokenizer, neither for a named model nor for any."""
     asked = {"model": "mock", "prompt": "x"}
     reply = httpx.post(f"{gateway.root}/tokenize", json=asked, headers={"api-key": API_KEY})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "unsupported_feature")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (404, "model")
     reply = httpx.post(f"{gateway.root}/detokenize", json={"tokens": [1]}, headers={"api-key": API_KEY})
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (404, "model")
 
 
 def test_health_under_both_names(gateway: Gateway) -> None:

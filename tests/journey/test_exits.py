@@ -270,7 +270,7 @@ async def test_an_internal_request_is_recorded_once(world: World) -> None:
 async def test_a_refusal_leaves_nothing_to_the_collector(world: World, how: dict[str, Any]) -> None:
     """A refused request, whose exception has a traceback, is freed by its last reference."""
     await world.ask(**how)
-    rounds = []
+    rounds = list[int]()
     gc.disable()
     try:
         for _ in range(5):  # what runs beside the requests may leave a cycle in one of the rounds
@@ -278,6 +278,8 @@ async def test_a_refusal_leaves_nothing_to_the_collector(world: World, how: dict
             for _ in range(10):
                 await world.ask(**how)
             rounds.append(gc.collect())
+            if rounds[-1] < 10:
+                break
     finally:
         gc.enable()
     assert min(rounds) < 10, rounds

@@ -63,12 +63,14 @@ def test_a_request_is_one_flat_json_line() -> None:
 
 
 def test_a_server_error_is_an_error_line() -> None:
-    """A 5xx is logged at level error, so that a filter by level finds it."""
+    """A 5xx is logged at level error, so that a filter by level finds it; one that the client asked for is not."""
     stream = io.BytesIO()
     log = logs.configure(Settings(log_format="json"), stream)
     log.emit(miss(status=503, error="upstream_unavailable"))
-    (line,) = lines(stream)
-    assert (line["level"], line["error"]) == ("error", "upstream_unavailable")
+    log.emit(miss(status=504, error="not_cached"))
+    failed, asked_for = lines(stream)
+    assert (failed["level"], failed["error"]) == ("error", "upstream_unavailable")
+    assert (asked_for["level"], asked_for["error"]) == ("info", "not_cached")
 
 
 @pytest.mark.parametrize("log_format", ["json", "pretty"])
