@@ -146,14 +146,10 @@ def _operations(document: dict[str, Any]) -> Iterator[tuple[str, str, Operation]
         parts = [part for part in short.split("/") if not part.startswith("{")]
         for method, facts in document["paths"][path].items():
             operation, noun, verb = Operation(method.upper(), path, facts), parts[0], parts[-1]
-            if values := [
-                value
-                for given in facts.get("parameters", ())
-                if given["in"] == "path"
-                for value in given["schema"].get("enum", ())
-            ]:
+            enums = (given["schema"].get("enum", ()) for given in facts.get("parameters", ()) if given["in"] == "path")
+            if acts := [act for enum in enums for act in enum]:  # of `deployments/{act}`: each is a verb
                 stem = path.rpartition("/")[0]
-                yield from ((verb, value, operation._replace(path=f"{stem}/{value}")) for value in values)
+                yield from ((verb, act, operation._replace(path=f"{stem}/{act}")) for act in acts)
                 continue
             if verb in nouns:
                 noun, verb = verb, (_VERBS if short.endswith("}") else _VERBS_OF_ALL)[operation.method]
