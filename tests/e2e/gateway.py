@@ -145,7 +145,7 @@ def run_gateway(
         gateway.stop()
 
 
-def wait_for(is_there: Callable[[], bool], within_s: float = 10.0, why: Callable[[], str] = str) -> None:
+def wait_for(is_there: Callable[[], bool], within_s: float = 30.0, why: Callable[[], str] = str) -> None:
     """Poll until something is so. Raises AssertionError when it is not in time."""
     deadline = time.monotonic() + within_s
     while True:

@@ -49,7 +49,7 @@ class Changing:
     def takes(self, **models: Any) -> None:
         """Write the file, and wait until every worker answers with it."""
         self.write(self.config(**models))
-        wait_for(lambda: all(self.served() == {"mock", *models} for _ in range(8)), 10, self.gateway.why_not_ready)
+        wait_for(lambda: all(self.served() == {"mock", *models} for _ in range(8)), 60, self.gateway.why_not_ready)
 
     def served(self) -> set[str]:
         """The aliases of the worker that answers."""
