@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from bench import soak as bench
 
 
+@pytest.mark.long
 def test_a_short_soak_has_every_act_and_no_failure(tmp_path: Path) -> None:
     """Requests of each kind succeed or are left, the operator's acts too, the books agree, and each process is read."""
     bench.main(

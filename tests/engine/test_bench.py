@@ -135,6 +135,7 @@ def test_a_reordered_model_is_the_same_function(tiny: Path, tmp_path: Path) -> N
     assert torch.equal(before.flatten().sort().values, after.flatten().sort().values)
 
 
+@pytest.mark.long
 def test_the_bench_states_the_loss_of_quality(tiny: Path, tmp_path: Path) -> None:
     """The reference agrees with itself, and every other way has its figures or the reason why it has none."""
     tables = compare(str(tiny), tmp_path, 1, 1, 32).split("\n\n")

@@ -49,7 +49,7 @@ arrivals = st.builds(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=st.lists(arrivals, min_size=1, max_size=7),
     blocks=st.integers(15, 60),

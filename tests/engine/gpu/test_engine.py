@@ -23,6 +23,7 @@ def _on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("local_engine.executors.gpu.SAVED_TOKENS_MIN", 8)
 
 
+@pytest.mark.long
 def test_a_mix_of_prompts_gives_the_naive_answers(make_engine: Make, checkpoint: Folder) -> None:
     """Prompts in chunks, decodes in padded batches and prefixes that are shared: greedy answers equal the naive ones."""
     engine = make_engine("gemma2", step_tokens_max=24, sequences_max=3, context_tokens_max=32, draft_tokens_max=0)
