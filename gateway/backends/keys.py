@@ -94,6 +94,11 @@ class Keys:
         self._look()
         return "; ".join(key.problem for key in self._keys) if all(key.problem for key in self._keys) else ""
 
+    @property
+    def names(self) -> str:
+        """The variables and files of the keys, for operators, while there is no key."""
+        return ", ".join(str(key.settings.env or key.settings.file) for key in self._keys) if self.problem else ""
+
     def take(self) -> str:
         """The key of the next request; empty if none is needed. If all rest, the first to be ready."""
         if not self._keys:

@@ -386,8 +386,8 @@ async def test_readiness_follows_the_import(upstream: Upstream) -> None:
     await backend.aclose()
     keyless = make_managed(upstream.url, keys=Keys([ApiKeySettings(env="ANTHROPIC_API_KEY")], {}))
     await keyless.start()
-    assert not keyless.load(1).is_ready
-    with pytest.raises(BackendUnavailable, match="ANTHROPIC_API_KEY"):
+    assert keyless.load(1).why == "the variable of its key is not set: ANTHROPIC_API_KEY"
+    with pytest.raises(BackendUnavailable, match="the variable of its key is not set"):
         await collect(keyless.stream(ask()))
 
 

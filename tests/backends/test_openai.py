@@ -648,11 +648,11 @@ async def test_many_at_once(upstream: Upstream, backend: OpenAIBackend) -> None:
 
 
 async def test_an_unready_deployment_says_why(upstream: Upstream) -> None:
-    """A key that is not in the environment keeps a deployment out of routing, with its reason."""
+    """A key that is not in the environment keeps a deployment out of routing; only the operator learns its name."""
     backend = make_backend(upstream.url, keys=Keys([ApiKeySettings(env="OPENAI_API_KEY")], {}))
     await backend.start()
-    assert not backend.load(1).is_ready
-    with pytest.raises(BackendUnavailable, match="OPENAI_API_KEY is not set"):
+    assert backend.load(1).why == "the variable of its key is not set: OPENAI_API_KEY"
+    with pytest.raises(BackendUnavailable, match="the variable of its key is not set"):
         await collect(backend.stream(ask()))
     await backend.aclose()
 
