@@ -206,7 +206,9 @@ class ManagedBackend:
     def load(self, prompt_tokens: int) -> base.Load:
         is_imported = self._importing is not None and self._importing.done()
         reason = self.unready or self.keys.problem or ("" if is_imported else "litellm is being loaded")
-        return base.Load(is_ready=not reason, reason=reason, detail=self.keys.names, running=self.running)
+        return base.Load(
+            is_ready=not reason, reason=reason, detail=self.keys.names if reason else "", running=self.running
+        )
 
     async def library(self) -> Any:
         """Wait for the import and return litellm. Raises BackendUnavailable."""

@@ -198,7 +198,7 @@ class OpenAIBackend:
 
     def load(self, prompt_tokens: int) -> Load:
         reason = self._unready or self._keys.problem
-        return Load(is_ready=not reason, reason=reason, detail=self._keys.names, running=self.running)
+        return Load(is_ready=not reason, reason=reason, detail=self._keys.names if reason else "", running=self.running)
 
     def payload(self, request: BackendRequest) -> bytes:
         """The body to send. Raises BackendRejected."""
