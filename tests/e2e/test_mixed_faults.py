@@ -158,6 +158,7 @@ def _workers(gateway: Gateway) -> list[psutil.Process]:
     return [process for process in gateway.children("gateway worker") if "-m" in process.cmdline()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [7])
 def test_mixed_faults(upstream: Upstream, tmp_path: Path, seed: int) -> None:
     """Deployments that fail in twelve ways, clients that leave, a cache worker and a gateway worker that are killed, and a Redis
