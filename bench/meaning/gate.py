@@ -102,7 +102,7 @@ class Gate:
         said: list[bool | None] = [None] * len(candidates)
         chosen, risk, questions = None, 0.0, 1
         for at in left if place is None else (left[place],):
-            self._exam.learn(candidates[at].p, is_yes=place is not None)
+            self._exam.learn(candidates[at].p, ps[at], is_yes=place is not None)
         if place is None:
             for at in left:
                 said[at] = False

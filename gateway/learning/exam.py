@@ -23,6 +23,7 @@ _KEPT, _SPACES_MAX = 6, 1_000
 _SHORT = 3  # letters of a word that any two prompts may share
 _UNLIKELY = 0.1
 _FALSE_YES, _FALSE_YES_WEIGHT = 0.03, 60  # the share of false yes before the first answer, and what it weighs
+_EXPECTED = 8.0  # wrong hits as expected, beside those of the checks: a few checks say little
 
 
 class Exam:
@@ -64,7 +65,7 @@ class Exam:
         # the yes to unlikely answers are as right as p is: they make the share no smaller
         unlikely_yes = max(self.unlikely_yes, share * self.unlikely)
         share = (share * weight + unlikely_yes) / (weight + self.unlikely)
-        return min(1.0, share * (self.wrong_hits + 1.0) / (self.risked + 1.0))
+        return min(1.0, share * (self.wrong_hits + _EXPECTED) / (self.risked + _EXPECTED))
 
     def take(self, number: int | None, *, is_right: bool) -> None:
         """Take in its choice about one answer, of which it is known whether it `is_right`."""
@@ -75,11 +76,11 @@ class Exam:
         self.wrong_asked += not is_right
         self.wrong_yes += is_yes and not is_right
 
-    def learn(self, p: float, *, is_yes: bool) -> None:
-        """Take in its word on an answer that is right with the probability `p`: where that is small, most
-        of its yes are wrong.
+    def learn(self, said: float, p: float, *, is_yes: bool) -> None:
+        """Take in its word on an answer of which the rule says the probability `said`, and which is right
+        with the probability `p`: where `said` is small, most of its yes are wrong.
         """
-        if p < _UNLIKELY:
+        if said < _UNLIKELY:
             self.unlikely += 1.0 - p
             self.unlikely_yes += is_yes - p
 

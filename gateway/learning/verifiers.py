@@ -229,14 +229,15 @@ class Verifiers:
         verifier = self._of(plan.askable, generation, asking)
         shown = [_stored(candidate, entry) for candidate, entry in answers]
         choice = await verifier.choose(generation.looked.fingerprint.text or "", shown)
-        right = None
+        right, undecided = None, semantic.undecided
+        assert undecided is not None
         for number in choice.shown if choice.number is not None else ():
             if choice.number in (-1, number):
-                plan.askable.exam.learn(answers[number][0].p, is_yes=number == choice.number)
+                said, p = answers[number][0].p, self._p(generation, undecided, answers[number][0])
+                plan.askable.exam.learn(said, p, is_yes=number == choice.number)
         if choice.number is not None and choice.number >= 0:
             candidate, entry = answers[choice.number]
-            assert semantic.undecided is not None
-            p = self._p(generation, semantic.undecided, candidate)
+            p = self._p(generation, undecided, candidate)
             choice, risk = await self._confirmed(plan, verifier, generation, semantic, choice, shown, p)
             right = (candidate, entry, risk) if risk is not None else None
         asking.verdict = _verdict(choice, is_right=right is not None)

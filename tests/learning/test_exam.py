@@ -97,11 +97,11 @@ async def test_checks_correct_the_share_of_false_yes() -> None:
     """Hits on its word that checks found wrong make a yes count less, those found right more."""
     one = exam(is_named=True)
     before = one.false_yes
-    for number in range(20):
+    for number in range(120):
         one.check(0.02, is_wrong=number % 4 == 0)
     assert one.false_yes > 3 * before
     other = exam(is_named=True)
-    for _ in range(100):
+    for _ in range(600):
         other.check(0.02, is_wrong=False)
     assert other.false_yes < before / 2
 
@@ -113,6 +113,23 @@ def test_a_yes_to_unlikely_answers_makes_false_yes_likelier(share: float, low: f
     """Of answers that are right one time in twenty each yes beyond these counts; fewer make the verifier no better."""
     one = exam()
     for number in range(200):
-        one.learn(0.05, is_yes=number < share * 200)
-        one.learn(0.5, is_yes=True)
+        one.learn(0.05, 0.05, is_yes=number < share * 200)
+        one.learn(0.5, 0.5, is_yes=True)
     assert low <= one.false_yes <= high + 1e-9
+
+
+def test_what_is_known_of_unlikely_answers_counts_more_than_what_the_rule_says() -> None:
+    """Where the rule says 5% and next to none are right, a tenth of yes are nearly all false ones."""
+    one = exam()
+    for number in range(300):
+        one.learn(0.05, 0.005, is_yes=number % 10 == 0)
+    assert 0.07 < one.false_yes < 0.1
+
+
+def test_a_few_checks_do_not_make_a_verifier_better_than_its_words_say() -> None:
+    """No wrong hit where three were expected is luck as well."""
+    one = exam()
+    before = one.false_yes
+    for _ in range(150):
+        one.check(0.02, is_wrong=False)
+    assert one.false_yes > 0.7 * before
