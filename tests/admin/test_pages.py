@@ -23,23 +23,10 @@ from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.telemetry.summary import StatsWindow
 from policies import WindowKind
 from tests.admin.seed import HOSTILE, seed
-from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, REMOTE, World, open_world
+from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, PAGES, REMOTE, World, open_world
 from tests.services import run_redis
 from tests.telemetry.records import hit, miss
 
-PAGES = (
-    "",
-    "/requests",
-    "/teams",
-    "/savings",
-    "/cache",
-    "/deployments",
-    "/models",
-    "/batches",
-    "/ledger",
-    "/audit",
-    "/playground",
-)
 OWN = {"sec-fetch-site": "same-origin"}
 
 

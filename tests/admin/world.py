@@ -60,6 +60,20 @@ from tests.rpc import StandIn
 
 ADMIN_KEY = "sk-admin-for-tests-0123456789"
 SECRET = "secret of the tests"
+PAGES = (
+    "",
+    "/requests",
+    "/teams",
+    "/savings",
+    "/cache",
+    "/deployments",
+    "/models",
+    "/batches",
+    "/ledger",
+    "/audit",
+    "/playground",
+)
+"""Every page of a session, after `/admin`, but those of a team."""
 NOW_S = 2_220_871_500.0  # 2040-05-17 12:45:00 UTC: ahead of Redis, whose own clock ends what is old
 
 LOCAL = DeploymentOut(
