@@ -600,7 +600,7 @@ def _loops(parts: WorkerParts) -> dict[str, tuple[object, Loop]]:
         "last_used": lambda: _every(30.0, parts.accounts.save_last_used),
         "ledger": parts.writer.run,
         "money": parts.money.keep,
-        "stats": lambda: _every(1.0, parts.stats.flush),
+        "stats": lambda: _every(0.5, parts.stats.flush),
         "hits": lambda: _every(_HITS_EVERY_S, parts.hits.flush),
         "touches": lambda: _every(1.0, parts.exact.flush_touches),
         "claims": lambda: _every(1.0, parts.exact.renew_claims),

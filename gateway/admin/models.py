@@ -258,7 +258,10 @@ class BudgetOut(BudgetTerms):
     held_microusd: int | None = None
     remaining_microusd: int | None = None
     resets_at_s: float | None = None
-    per_day: float | None = Field(None, description="the use of a day at the window's rate so far")
+    per_day: float | None = Field(
+        None, description="the use of a day: of a team's money in longer windows that of the last 24 h, else as so far"
+    )
+    projected: float | None = Field(None, description="the use at the window's end at that rate")
     used_up_at_s: float | None = Field(None, description="when it is used up at that rate; null: not in this window")
     too_small_for: list[str] = Field([], description="models of which a short question without `max_tokens` is refused")
 
@@ -431,7 +434,8 @@ taken) or `failed` (any other 5xx, and a 424).""",
 ]
 
 
-RoutesOut = Annotated[_Values, _Flat("RoutesOut", routes=list[_Route], cursor=str | None)]
+_Newest = Annotated[str, Field(description="for `after`: later requests than all that are known now")]
+RoutesOut = Annotated[_Values, _Flat("RoutesOut", routes=list[_Route], cursor=str | None, newest=_Newest)]
 
 
 _LedgerRow = Annotated[

@@ -121,20 +121,27 @@ def charts_of(stats: StatsOut | None) -> dict[str, Any]:
 
 def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     @router.get("/requests")
-    async def requests(request: Request, cursor: str = "") -> Response:
+    async def requests(request: Request, cursor: str = "", after: str = "") -> Response:
+        """The page, or only the list of those that came `after`."""
         where = _route_filter(request)
-        page = await views.routes(parts, where, cursor, _ROUTES_PER_PAGE)
+        page = await views.routes(parts, where, cursor, after, _ROUTES_PER_PAGE)
+        shown = {
+            "routes": page["routes"],
+            "newest": page["newest"],
+            "older": with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
+            "where": where,
+            "prices": {one.name: one for one in parts.deployments()},
+            "advice": {reason: misses.CAUSES[cause] for reason, cause in misses.CAUSE_OF.items()},
+        }
+        if after:
+            return pages.render(request, "routes.html", **shown)
         return pages.render(
             request,
             "requests.html",
-            routes=page["routes"],
-            older=with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
-            where=where,
+            **shown,
             is_filtered=where != RouteFilter(),
             choices=await views.route_choices(parts),
             models=parts.settings.names,
-            prices={one.name: one for one in parts.deployments()},
-            advice={reason: misses.CAUSES[cause] for reason, cause in misses.CAUSE_OF.items()},
         )
 
     @router.get("/savings")

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from gateway.journey.record import Record
 from tests.admin.browser import Visitor, chromium, serving, visiting
 from tests.admin.seed import seed
 from tests.admin.world import NOW_S, PAGES, World, open_world
-from tests.telemetry.records import hit
+from tests.telemetry.records import hit, miss
 
 
 @pytest.fixture
@@ -104,20 +105,34 @@ async def test_a_purge_asks_first(world: World) -> None:
         assert visitor.complaints == []
 
 
-async def test_the_overview_follows_without_a_reload(world: World) -> None:
-    """New requests show by themselves, what was opened stays open, and a lost session leads to the door."""
+async def test_requests_come_by_themselves_and_disturb_nothing(world: World) -> None:
+    """A new request is in front at once if the filters match; what is open, focused and selected stays; a pause holds what comes;
+    a lost session leads to the door."""
     async with serving(world) as base, chromium() as browser, visiting(browser, base) as visitor:
         page = visitor.page
         await visitor.log_in()
+        await visitor.open("/admin/requests?cache=exact")
+        await page.get_by_text("No recent request matches.").wait_for()
         await _count_one(world, "req_first")
-        await visitor.open("/admin/requests")
         await page.locator("#route-req_first summary").click()
+        await page.evaluate("getSelection().selectAllChildren(document.querySelector('#route-req_first code'))")
+        await _count_one(world, "req_other", miss(at_s=NOW_S, request_id="req_other"))
         await _count_one(world, "req_second")
-        await page.evaluate("refresh()")
         await page.locator("#route-req_second").wait_for()
+        assert await page.locator("#routes > *").evaluate_all("(rows) => rows.map((row) => row.id)") == [
+            "route-req_second",
+            "route-req_first",
+        ]
         assert await page.locator("#route-req_first").get_attribute("open") is not None
+        assert await page.evaluate("document.activeElement.closest('details').id") == "route-req_first"
+        assert await page.evaluate("getSelection().toString()") == "req_first"
+        await page.get_by_role("button", name="Pause").click()
+        await _count_one(world, "req_third")
+        await page.evaluate("tail()")
+        assert await page.locator("#route-req_third").count() == 0
+        await page.get_by_role("button", name="Go on").click()
+        await page.locator("#route-req_third").wait_for()
         world.now_s += 13 * 3_600
-        await page.evaluate("refresh()")
         await page.wait_for_url(re.compile("/admin/login"))
 
 
@@ -132,8 +147,8 @@ async def test_requests_keep_their_durations_on_a_phone(world: World) -> None:
         assert await visitor.overflow_px() <= 0
 
 
-async def _count_one(world: World, request_id: str) -> None:
-    world.stats.add(hit(at_s=NOW_S, request_id=request_id))
+async def _count_one(world: World, request_id: str, record: Record | None = None) -> None:
+    world.stats.add(record or hit(at_s=NOW_S, request_id=request_id))
     await world.stats.flush()
 
 

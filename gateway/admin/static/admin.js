@@ -1,34 +1,65 @@
 // Conveniences, without which every page but the playground works. Regions marked `data-live` are fetched again while nobody is typing in the
-// page and the tab is seen; buttons marked `data-copy` copy the text of what they name.
+// page and the tab is seen; a list marked `data-tail` gets what came after its value, in front; buttons marked `data-copy` copy the text of
+// what they name.
 "use strict";
 
 const REFRESH_MS = 5000;
+const TAIL_MS = 400;
+const TAIL_MAX = 500; // rows; the oldest go
+
+// The document at a URL of the dashboard; undefined while the gateway does not answer. Without a session it leads to the login.
+async function fetched(url) {
+  try {
+    const reply = await fetch(url, { headers: { accept: "text/html" } });
+    if (reply.redirected && new URL(reply.url).pathname.endsWith("/admin/login")) {
+      location.reload();
+      return undefined;
+    }
+    if (!reply.ok) throw new Error(reply.status);
+    const page = new DOMParser().parseFromString(await reply.text(), "text/html");
+    delete document.body.dataset.connection;
+    return page;
+  } catch {
+    document.body.dataset.connection = "lost";
+    return undefined;
+  }
+}
 
 async function refresh() {
   const regions = [...document.querySelectorAll("[data-live]")];
   const busy = document.hidden || regions.some((region) => region.contains(document.activeElement) && region.querySelector(":focus-within form"));
   if (!regions.length || busy) return;
-  let page;
-  try {
-    const reply = await fetch(location.href, { headers: { accept: "text/html" } });
-    if (reply.redirected && new URL(reply.url).pathname.endsWith("/admin/login")) {
-      location.reload();
-      return;
-    }
-    if (!reply.ok) throw new Error(reply.status);
-    page = new DOMParser().parseFromString(await reply.text(), "text/html");
-  } catch {
-    document.body.dataset.connection = "lost";
-    return;
-  }
-  delete document.body.dataset.connection;
-  for (const region of regions) {
+  const page = await fetched(location.href);
+  for (const region of page ? regions : []) {
     const next = page.getElementById(region.id);
     if (!next) continue;
     const open = [...region.querySelectorAll("details[id][open]")].map((details) => details.id);
     region.replaceWith(document.adoptNode(next));
     for (const id of open) document.getElementById(id)?.setAttribute("open", "");
   }
+}
+
+// What is there stays as it is: what is open, focused, selected or scrolled to.
+async function tail() {
+  const list = document.querySelector("[data-tail]:not([data-paused])");
+  if (!list || document.hidden) return;
+  const url = new URL(location.href);
+  url.searchParams.set("after", list.dataset.tail);
+  const newer = (await fetched(url))?.querySelector("[data-tail]");
+  if (!newer) return;
+  list.dataset.tail = newer.dataset.tail;
+  list.prepend(...[...newer.children].filter((row) => !row.id || !document.getElementById(row.id)));
+  while (list.children.length > TAIL_MAX) {
+    list.lastElementChild.remove();
+    document.querySelector(".pager")?.remove();
+  }
+}
+
+function every(pause_ms, step) {
+  setTimeout(async () => {
+    await step();
+    every(pause_ms, step);
+  }, pause_ms);
 }
 
 async function copy(button) {
@@ -113,9 +144,13 @@ document.addEventListener("submit", async (event) => {
 document.addEventListener("click", (event) => {
   const button = event.target.closest("[data-copy]");
   if (button) copy(button);
+  const pause = event.target.closest("[data-pause]");
+  if (pause) pause.textContent = document.querySelector("[data-tail]").toggleAttribute("data-paused") ? "Go on" : "Pause";
 });
 document.addEventListener("change", (event) => {
   if (event.target.closest("form[data-auto]")) event.target.form.requestSubmit();
 });
 for (const extra of document.querySelectorAll("form[data-auto] .without-script")) extra.hidden = true;
-setInterval(refresh, REFRESH_MS);
+for (const pause of document.querySelectorAll("[data-pause]")) pause.hidden = !document.querySelector("[data-tail]");
+every(REFRESH_MS, refresh);
+every(TAIL_MS, tail);
