@@ -21,6 +21,7 @@ from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Claim, Hedged, Rejection, Seam
 from gateway.journey.record import FIELDS, Record, Stage
 from gateway.learning.reports import ReportOutcome
+from gateway.telemetry.hosts import Host
 from gateway.telemetry.parts import GatewayPart
 from gateway.telemetry.summary import Percentiles, StatsWindow
 from local_engine import EngineLoad
@@ -589,6 +590,12 @@ class Problem:
 
 
 _Problem = Annotated[Problem, _Flat("ProblemOut", Problem.__doc__, only="is_urgent message href")]
+
+
+_Host = Annotated[
+    Host, _Flat("HostOut", Host.__doc__, only="name workers versions configs serves_s silent_s is_here is_away")
+]
+HostsOut = Annotated[_Values, _Flat("HostsOut", hosts=list[_Host])]
 
 
 class StatusOut(_Out):

@@ -90,6 +90,7 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
                 alias: [view for view in views_of_deployments if view.alias == alias]
                 for alias in dict.fromkeys(view.alias for view in views_of_deployments)
             },
+            hosts=await views.or_none(parts.hosts.all()),
             parts=[part for part in parts.healths() if part.name not in {view.name for view in views_of_deployments}],
             **form,
         )

@@ -290,6 +290,11 @@ def batch_out(batch: Batch, teams: Sequence[Team]) -> models.BatchOut:
     return models.BatchOut.of(batch, team=next((team.name for team in teams if team.id == batch.team_id), ""))
 
 
+async def hosts(parts: WorkerParts) -> models.HostsOut:
+    """The hosts of this Redis: their workers, versions and digests of their configurations, and since when they are silent."""
+    return {"hosts": await parts.hosts.all()}
+
+
 async def status(parts: WorkerParts) -> models.StatusOut:
     """Every part's health, and what deserves a look."""
     healths, live = parts.healths(), await budgets.budgets(parts, is_paced=False)
@@ -308,6 +313,7 @@ async def status(parts: WorkerParts) -> models.StatusOut:
             truths=parts.truth.live,
             unverified=[verifier.line for verifier in assigned(parts.settings) if not verifier.deployment],
             refused=parts.configuration.refused,
+            hosts=await or_none(parts.hosts.all()) or (),
         ),
     )
 
