@@ -129,15 +129,44 @@ async function explain(form, facts, id) {
   }
 }
 
+const PORTION_BYTES = 4 << 20;
+
+// Sends a file of JSON lines to the cache, some whole lines at a time, and shows how far it is.
+async function importFile(form) {
+  const [file, bar, result] = [form.elements.file.files[0], form.querySelector("progress"), form.querySelector("[role=status]")];
+  const [query, sums, problems] = [new URLSearchParams({ team_id: form.elements.team_id.value }), { lines: 0, stored: 0, unchanged: 0, refused: 0 }, []];
+  Object.assign(bar, { hidden: false, max: file.size || 1, value: 0 });
+  for (let [at, size] = [0, PORTION_BYTES]; at < file.size;) {
+    const read = new Uint8Array(await file.slice(at, at + size).arrayBuffer());
+    const length = at + read.length < file.size ? read.lastIndexOf(10) + 1 : read.length;
+    if (!length) { // a line that is longer
+      size *= 2;
+      continue;
+    }
+    const reply = await fetch(`${form.getAttribute("action")}?${query}`, { method: "POST", headers: { "content-type": "application/x-ndjson" }, body: read.subarray(0, length) });
+    const part = await reply.json();
+    if (!reply.ok) throw new Error(`${part.error.message} Import the file again: what is there already changes nothing.`);
+    problems.push(...part.problems.map((one) => `Line ${sums.lines + one.line}: ${one.message}`));
+    for (const name of Object.keys(sums)) sums[name] += part[name];
+    at += length;
+    bar.value = at;
+    result.textContent = `${sums.lines} lines: ${sums.stored} stored, ${sums.unchanged} there already, ${sums.refused} refused.`;
+  }
+  for (const problem of problems.slice(0, 20)) result.append(document.createElement("br"), problem);
+}
+
+const ASKS = { playground: [ask, "#answer"], import: [importFile, "#import [role=status]"] };
+
 document.addEventListener("submit", async (event) => {
-  if (event.target.id !== "playground") return;
+  const [act, shown] = ASKS[event.target.dataset.asks] ?? [];
+  if (!act) return;
   event.preventDefault();
   const button = event.target.querySelector("button");
   button.disabled = true;
   try {
-    await ask(event.target);
+    await act(event.target);
   } catch (error) {
-    document.getElementById("answer").textContent = `The gateway did not answer: ${error.message}`;
+    document.querySelector(shown).textContent = `It failed: ${error.message}`;
   }
   button.disabled = false;
 });
