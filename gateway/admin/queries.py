@@ -37,7 +37,9 @@ Label = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f]*$")]
 RoutesCursor = Annotated[str, Field(json_schema_extra={"pattern": ROUTES_CURSOR}, description="of an earlier page")]
 RoutesAfter = Annotated[
     str,
-    Field(json_schema_extra={"pattern": ROUTES_CURSOR}, description="an earlier answer's `newest`: only what came later"),
+    Field(
+        json_schema_extra={"pattern": ROUTES_CURSOR}, description="an earlier answer's `newest`: only what came later"
+    ),
 ]
 LedgerCursor = Annotated[str, Field(json_schema_extra={"pattern": f"^{CURSOR}$"}, description="of an earlier page")]
 _group = f"({'|'.join(GROUPS)})"
