@@ -191,7 +191,13 @@ def _out(
         return models.BudgetOut.of(budget, **terms)
     pace, remaining = pace_of(state, at_ms, last_day), max(0, limit - state.spent - state.held)
     end_ms = None if budget.rolling_s else state.window.end_ms
-    money = {"spent_microusd": state.spent, "held_microusd": state.held, "remaining_microusd": remaining}
+    money = {
+        "spent_microusd": state.spent,
+        "held_microusd": state.held,
+        "remaining_microusd": remaining,
+        "per_day_microusd": None if pace.per_day is None else round(pace.per_day),
+        "projected_microusd": None if pace.projected is None else round(pace.projected),
+    }
     return models.BudgetOut.of(
         budget,
         state,

@@ -263,6 +263,8 @@ class BudgetOut(BudgetTerms):
         None, description="the use of a day: of a team's money in longer windows that of the last 24 h, else as so far"
     )
     projected: float | None = Field(None, description="the use at the window's end at that rate")
+    per_day_microusd: int | None = None
+    projected_microusd: int | None = None
     used_up_at_s: float | None = Field(None, description="when it is used up at that rate; null: not in this window")
     too_small_for: list[str] = Field([], description="models of which a short question without `max_tokens` is refused")
 

@@ -125,15 +125,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     async def requests(request: Request, cursor: str = "", after: str = "") -> Response:
         """The page, or only the list of those that came `after`."""
         where = _route_filter(request)
-        page = await views.routes(parts, where, cursor, after, _ROUTES_PER_PAGE)
-        shown = {
-            "routes": page["routes"],
-            "newest": page["newest"],
-            "older": with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
-            "where": where,
-            "prices": {one.name: one for one in parts.deployments()},
-            "advice": {reason: misses.CAUSES[cause] for reason, cause in misses.CAUSE_OF.items()},
-        }
+        shown = await _shown_routes(parts, request, where, cursor, after)
         if after:
             return pages.render(request, "routes.html", **shown)
         return pages.render(
@@ -198,6 +190,21 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         )
 
 
+async def _shown_routes(
+    parts: AdminParts, request: Request, where: RouteFilter, cursor: str, after: str
+) -> dict[str, Any]:
+    """The values of the list of requests."""
+    page = await views.routes(parts, where, cursor, after, _ROUTES_PER_PAGE)
+    return {
+        "routes": page["routes"],
+        "newest": page["newest"],
+        "older": with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
+        "where": where,
+        "prices": {one.name: one for one in parts.deployments()},
+        "advice": {reason: misses.CAUSES[cause] for reason, cause in misses.CAUSE_OF.items()},
+    }
+
+
 def _route_filter(request: Request) -> RouteFilter:
     """The filter in the query; unknown values filter nothing."""
     query = request.query_params
@@ -234,7 +241,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
             name=name,
             more=with_query(request, {"cursor": str(shown[-1].id)}) if len(page) > len(shown) else None,
             holds=budgets.holds(parts),
-            tallies={tally.team_id: tally for tally in stats.by_team} if stats is not None else {},
+            tallies={tally.team_id: tally for tally in stats.by_team} if stats is not None else None,
             **form,
         )
 

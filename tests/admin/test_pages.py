@@ -512,6 +512,7 @@ async def test_without_redis_the_pages_say_so(tmp_path: Path) -> None:
             team = await browser.get(f"/admin/teams/{team_id}")
             assert team.status_code == 200
             assert "not known while Redis is away" in team.text
+            assert ">$0<" not in (await browser.get("/admin/teams")).text
             for page in ("/requests", "/cache"):
                 reply = await browser.get(f"/admin{page}")
                 assert reply.status_code == 503
