@@ -52,7 +52,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 3710, "gateway/accounts": 3000, "gateway/admin": 3680, "gateway/alerts": 440, "gateway/api": 4330,
+    "gateway": 3710, "gateway/accounts": 3000, "gateway/admin": 3690, "gateway/alerts": 440, "gateway/api": 4330,
     "gateway/backends": 3130, "gateway/batches": 1210, "gateway/deployments": 1900, "gateway/journey": 3300,
     "gateway/learning": 1580, "gateway/reconcile": 610, "gateway/telemetry": 2155, "gateway/transport": 800,
     "gateway/wire": 2230, "cache": 1120, "cache/decision": 1050, "cache/encoder": 400, "cache/exact": 1320,
