@@ -31,6 +31,7 @@ from gateway.settings import (
     is_pattern,
 )
 from gateway.wire.errors import NotFound, shown
+from gateway.wire.types import PASSAGE
 from policies import Estimate, Health, RoutingPolicy
 from policies.replicas import Backlog, Prefixes
 from policies.routing import PolicyKind
@@ -92,6 +93,12 @@ class Fleet:
     @property
     def deployments(self) -> list[Deployment]:
         return [d for alias in self.aliases.values() for d in alias.deployments.values()]
+
+    def labels(self) -> dict[str, set[str]]:
+        """The names of models and deployments that metrics may have as labels."""
+        deployments = {EMBEDDER, *(deployment.name for deployment in self.deployments)}
+        models = {self._embedder.name, *self.aliases, *(f"{PASSAGE.name}/{name}" for name in deployments)}
+        return {"model": models, "gen_ai_request_model": models, "deployment": deployments}
 
     def alias(self, name: str, allowed: Collection[str] | None = None) -> Alias:
         """The alias of this name. Raises NotFound, whose message lists the names in `allowed`
