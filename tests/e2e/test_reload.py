@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import signal
 import subprocess
 import sys
@@ -169,6 +170,22 @@ def test_a_setting_that_changes_counts_at_once(changing: Changing) -> None:
     wait_for(lambda: all(changing.asks("mock") == 413 for _ in range(6)))
     changing.write(changing.config())
     wait_for(lambda: all(changing.asks("mock") == 200 for _ in range(6)))
+
+
+def test_newer_prices_count_from_the_next_request(changing: Changing, upstream: Upstream) -> None:
+    """`sameway prices update` on a gateway that serves: the model's cost changes in every worker, and its connections stay."""
+    changing.takes(priced={"name": "priced", "model": "gpt-4o-mini", "price": None})
+
+    def costs() -> set[str]:
+        return {changing.chat("priced").headers["x-sameway-cost-usd"] for _ in range(6)}
+
+    (before,) = costs()
+    row = {"mode": "chat", "litellm_provider": "openai", "input_cost_per_token": 9e-3, "output_cost_per_token": 9e-3}
+    (table := changing.file.with_name("newer.json")).write_text(json.dumps({"gpt-4o-mini": row}))
+    where = ["--config", str(changing.file), "--data-dir", str(changing.gateway.data_dir)]
+    argv = [sys.executable, "-m", "gateway", "prices", "update", str(table), *where]
+    subprocess.run(argv, check=True, capture_output=True, timeout=60)
+    wait_for(lambda: len(after := costs()) == 1 and float(after.pop()) > 1_000 * float(before))
 
 
 def test_without_a_gateway_the_command_says_so(changing: Changing, tmp_path: Path) -> None:
