@@ -1071,19 +1071,16 @@ SECTIONS: tuple[type[BaseModel], ...] = tuple(reversed(_Section.__subclasses__()
 
 
 FIXED = frozenset(
-    {"host", "port", "workers", "data_dir", "redis_url", "database_url", *SECRETS, "is_metrics_open", "trusted_proxies"}
+    {"host", "port", "workers", "data_dir", "redis_url", "database_url", *SECRETS, "trusted_proxies"}
     | {
         "public_path",
         "client_stall_s",
         "log_format",
-        "log_prompts",
         "redis_timeout_ms",
         "batches.files_url",
-        "ledger.files_url",
     }
     | {
         "cache.is_semantic",
-        "cache.l1_bytes_max",
         "models_dir",
         *(f"traces.{name}" for name in TraceSettings.model_fields),
     }
