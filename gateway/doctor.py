@@ -165,10 +165,9 @@ def _server(name: str, deployment: DeploymentSettings, url: str) -> list[Finding
     except urllib.error.HTTPError as error:
         date = error.headers.get("date")
         is_denied = error.code in (401, 403)
+        variable = deployment.api_key_env and shown_variable(deployment.api_key_env, os.environ)
+        remedy = f"put a key of {parts.hostname} into {variable or 'its `api_key_env` or `api_key_file`'}"
         told = "refuses the key" if key else "wants a key"
-        variable = deployment.api_key_env
-        place = shown_variable(variable, os.environ) if variable else "its `api_key_env` or `api_key_file`"
-        remedy = f"put a key of {parts.hostname} into {place}"
         state = f"{told} ({error.code})" if is_denied else f"answers {error.code} to a request for its models"
         findings.append(Finding(name, state, remedy, True).where(is_denied))
     except console.UNREACHABLE as error:
