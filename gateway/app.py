@@ -336,6 +336,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     stack.push_async_callback(money.aclose)
     exact, semantic = _open_cache(settings, link, stack)
     fleet = await _open_fleet(settings, accounts, semantic, stack)
+    metrics.current = lambda: {**fleet.labels(), "team": accounts.team_names}
     hits = HitsWriter(ledger, (stats := Stats(link, time.time)).take_hits)
     stack.push_async_callback(_last_flush, stats, hits, hosts := Hosts(settings, link))
     emit = _emitter(settings, log, metrics, stats, _open_traces(settings, fleet, metrics, stack))
