@@ -205,12 +205,12 @@ _RELOAD_S = 60.0
 
 def _check_config(arguments: argparse.Namespace) -> int:
     from gateway.deployments.build import describe
-    from gateway.deployments.catalog import PRICES, use
+    from gateway.deployments.catalog import use
     from gateway.deployments.verifiers import assigned
     from gateway.weights import missing
 
     settings = _settings(arguments, check_settings)
-    use(settings.data_dir / PRICES)
+    use(settings.prices_path)
     described = {
         deployment_name(alias, deployment): describe(deployment)
         for alias, model in settings.models.items()
@@ -244,10 +244,10 @@ def _get_models(arguments: argparse.Namespace) -> int:
 
 
 def _update_prices(arguments: argparse.Namespace) -> int:
-    from gateway.deployments.catalog import PRICES, newer_table
+    from gateway.deployments.catalog import newer_table
     from gateway.deployments.price_table import TableError, merge
 
-    path = arguments.to or _settings(arguments).data_dir / PRICES
+    path = arguments.to or _settings(arguments).prices_path
     try:
         table = newer_table(arguments.file, datetime.date.today())
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -316,11 +316,11 @@ def _amount(text: str) -> float:
 
 
 def _reconcile(arguments: argparse.Namespace) -> int:
-    from gateway.deployments.catalog import PRICES, use
+    from gateway.deployments.catalog import use
     from gateway.reconcile.command import reconcile
 
     settings = _settings(arguments)
-    use(settings.data_dir / PRICES)
+    use(settings.prices_path)
     return reconcile(settings, arguments)
 
 

@@ -29,6 +29,7 @@ from gateway.settings import (
     keys_of,
     refuse_settings,
     secret_problem,
+    shown_variable,
 )
 
 _VERSION = re.compile(r"/v\d|/openai\b", re.IGNORECASE)  # in the paths of base URLs
@@ -278,9 +279,13 @@ def _unknown_capabilities(settings: Settings) -> list[str]:
 def _missing_variables(settings: Settings, environ: Mapping[str, str]) -> list[str]:
     """An error for each provider's key that cannot be read."""
     return [
-        f"{place}.{'api_key_env' if deployment.api_key_env else 'api_key_file' if deployment.api_key_file else 'api_keys'}: "
-        + (f"the environment variable {key.env} is not set" if key.env else f"{key.file} can't be read by this user")
-        for place, deployment in _deployments(settings)
+        f"{where}.{'api_key_env' if deployment.api_key_env else 'api_key_file' if deployment.api_key_file else 'api_keys'}: "
+        + (
+            f"the environment variable {shown_variable(key.env, environ)} is not set"
+            if key.env
+            else f"{key.file} can't be read by this user"
+        )
+        for where, deployment in _deployments(settings)
         for key in keys_of(deployment)
         if not (environ.get(key.env) if key.env else os.access(key.file or "", os.R_OK))
     ]

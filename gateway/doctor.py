@@ -31,7 +31,7 @@ from gateway.accounts.database import Database
 from gateway.accounts.errors import AccountsError
 from gateway.backends.dialect import ANTHROPIC_URL
 from gateway.backends.keys import Keys
-from gateway.settings import DeploymentSettings, Settings, deployment_name, keys_of
+from gateway.settings import DeploymentSettings, Settings, deployment_name, keys_of, shown_variable
 
 _FILES_MIN = 4_096  # a connection of a client and one to a deployment for each request
 _FREE_BYTES_MIN = 1 << 30
@@ -165,8 +165,9 @@ def _server(name: str, deployment: DeploymentSettings, url: str) -> list[Finding
     except urllib.error.HTTPError as error:
         date = error.headers.get("date")
         is_denied = error.code in (401, 403)
+        variable = deployment.api_key_env and shown_variable(deployment.api_key_env, os.environ)
+        remedy = f"put a key of {parts.hostname} into {variable or 'its `api_key_env` or `api_key_file`'}"
         told = "refuses the key" if key else "wants a key"
-        remedy = f"put a key of {parts.hostname} into {deployment.api_key_env or 'its `api_key_env` or `api_key_file`'}"
         state = f"{told} ({error.code})" if is_denied else f"answers {error.code} to a request for its models"
         findings.append(Finding(name, state, remedy, True).where(is_denied))
     except console.UNREACHABLE as error:

@@ -149,7 +149,7 @@ class Configuration:
         changes = differences(self.settings, settings)
         self._leaving += self._fleet.take(fleet)
         self.settings.adopt(settings)
-        self._pipeline.exact.limits = cache_limits(settings)
+        self._pipeline.exact.take(cache_limits(settings))
         self._semantic.timeout_s = settings.cache.semantic_timeout_ms / 1000.0
         self._learning.take(settings.cache, self._pipeline)
         for applied in self.applied:

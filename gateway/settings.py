@@ -206,6 +206,15 @@ def _variable(name: str) -> str:
 
 Variable = Annotated[str, AfterValidator(_variable)]
 
+_LIKE_A_NAME = re.compile(r"[A-Z][A-Z0-9]{0,15}(_[A-Z0-9]{1,15})+")
+
+
+def shown_variable(name: str, environ: Mapping[str, str]) -> str:
+    """A variable's name for people. One that is not set may be a key that was put in its place: it is
+    shown only where it is made of words in capitals.
+    """
+    return name if name in environ or _LIKE_A_NAME.fullmatch(name) else "(not shown: it may be a key)"
+
 
 class ApiKeySettings(_Section):
     env: Variable | None = None
@@ -988,6 +997,11 @@ class Settings(_Section):
         return self.run_dir / f"engine-{name}.sock"
 
     @property
+    def prices_path(self) -> Path:
+        """A table of prices that is laid over the packaged one, where there is one."""
+        return self.data_dir / "prices.json"
+
+    @property
     def control_socket(self) -> Path:
         """The socket of the supervisor."""
         return self.run_dir / "control.sock"
@@ -1057,19 +1071,16 @@ SECTIONS: tuple[type[BaseModel], ...] = tuple(reversed(_Section.__subclasses__()
 
 
 FIXED = frozenset(
-    {"host", "port", "workers", "data_dir", "redis_url", "database_url", *SECRETS, "is_metrics_open", "trusted_proxies"}
+    {"host", "port", "workers", "data_dir", "redis_url", "database_url", *SECRETS, "trusted_proxies"}
     | {
         "public_path",
         "client_stall_s",
         "log_format",
-        "log_prompts",
         "redis_timeout_ms",
         "batches.files_url",
-        "ledger.files_url",
     }
     | {
         "cache.is_semantic",
-        "cache.l1_bytes_max",
         "models_dir",
         *(f"traces.{name}" for name in TraceSettings.model_fields),
     }
@@ -1098,7 +1109,7 @@ def differences(before: Settings, after: Settings) -> dict[str, str]:
 
 
 def _from_to(name: str, old: object, new: object) -> str:
-    return "changed" if name.endswith("_url") else f"from {old!r} to {new!r}"
+    return "changed" if name.endswith(("_url", "_env")) else f"from {old!r} to {new!r}"
 
 
 def refuse_fixed(changes: Mapping[str, str]) -> None:

@@ -198,8 +198,10 @@ class Supervisor:
         self.settings = self._base = settings
         self._kept: dict[str, Any] = {}  # the database's models
         self._load = load
-        self._watched = watched
-        self._version = _version_of(watched) if watched is not None else None
+        self._prices = settings.prices_path
+        self._watched = [self._prices, *([watched] if watched is not None else [])]
+        self._versions = {path: _version_of(path) for path in self._watched}
+        self._prices_used = self._versions[self._prices]
         self._last_told = ""
         self._reloading = asyncio.Lock()
         self._tasks: set[asyncio.Task[object]] = set()
@@ -290,16 +292,17 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self) -> None:
-        """Read the file again when another one is there, or other contents, once it is whole."""
-        if self._watched is None:
-            return
-        seen = self._version
+        """Read the configuration again when its file or the table of prices is another one, or has other
+        contents, once it is whole.
+        """
+        seen = self._versions
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            seen, before = await asyncio.to_thread(_version_of, self._watched), seen
-            if seen not in (self._version, None) and seen == before:
-                self._version = seen
-                await self.reload(f"a change of {self._watched}")
+            before, seen = seen, {path: await asyncio.to_thread(_version_of, path) for path in self._watched}
+            for path, version in seen.items():
+                if version not in (self._versions[path], None) and version == before[path]:
+                    self._versions = {**self._versions, path: version}
+                    await self.reload(f"a change of {path}")
 
     async def _obey(self, request: dict[str, Any]) -> dict[str, Any]:
         """Change the configuration, at an operator's word or at another host's, which is `told` once."""
@@ -343,6 +346,8 @@ class Supervisor:
         settings = await asyncio.to_thread(with_models, base, kept)
         changes = differences(self.settings, settings)
         refuse_fixed(changes)
+        if (prices := _version_of(self._prices)) != self._prices_used:
+            changes["prices"] = f"{self._prices} has changed"
         if is_dry_run:
             return changes
         if not changes:
@@ -355,7 +360,7 @@ class Supervisor:
             await self._tell_all("discard")
             raise ValueError("\n".join(refusals))
         upcoming.replace(self._handed)  # of workers that start from now on
-        self.settings, self._base, self._kept = settings, base, kept
+        self.settings, self._base, self._kept, self._prices_used = settings, base, kept, prices
         for name in settings.engines_used:
             if not any(child.name == f"engine-{name}" for child in self._children):
                 self._keep_engine(settings, name)
@@ -426,10 +431,10 @@ class Supervisor:
         settings = self.settings
         if not settings.cache.verifier and not any(model.verifier for model in settings.models.values()):
             return []
-        from gateway.deployments.catalog import PRICES, use
+        from gateway.deployments.catalog import use
         from gateway.deployments.verifiers import assigned  # reads a table of 1 MB
 
-        use(settings.data_dir / PRICES)
+        use(self._prices)
         return [one.line for one in assigned(settings)]
 
     # -- one child ---------------------------------------------------------------------------------

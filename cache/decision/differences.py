@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.decision.texts import Words, remembered, words_of
+from cache.decision.texts import Words, words_of
 
 KINDS_MAX = 10  # of one comparison, the heaviest first; more are never vouched for
 _WORDINGS = 6  # of an answer, the nearest: more tell little
@@ -112,7 +112,6 @@ def from_all(prompt: str, wordings: Sequence[str]) -> list[WordDifference]:
     return [WordDifference(word, is_asked, form) for (word, is_asked), form in first.items()]
 
 
-@remembered(16_384)
 def _number(word: str) -> int:
     """24 bits, so that float32 holds it exactly; never 0."""
     return (zlib.crc32(word.encode("utf-8", "surrogatepass")) & 0xFFFFFF) or 1

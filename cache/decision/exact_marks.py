@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 
 from cache.decision.harmless import FILLERS, LARGE, NUMBERS, TENS
-from cache.decision.texts import HIDDEN, INVISIBLE, remembered
+from cache.decision.texts import HIDDEN, remembered, visible
 from cache.query import MissReason
 
 # "3 - 5", "-40", "6!", "a < b", "B-", "i++", "a*?", "-rf", "\\Pi", "int[]", "→", ":("; not the marks of prose, its dashes
@@ -61,11 +61,11 @@ class Marks:
     small: frozenset[str]
 
 
-@remembered(16_384)
+@remembered(1 << 18)
 def marks_of(text: str) -> Marks:
     """Read a text. Results are remembered: the same prompts come again."""
     hidden = "".join(HIDDEN.findall(text))
-    plain = HIDDEN.sub("", INVISIBLE.sub("", text))
+    plain = visible(text)
     numbers: list[tuple[str, str]] = []
     codes, spelled_words, names = list[str](), list[str](), list[str]()
     spelled = 0

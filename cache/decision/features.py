@@ -10,7 +10,7 @@ with one key reads like a full one with unrelated other keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cache.decision.differences import KINDS_MAX, Freed, WordCounts, WordDifference, from_all
 from cache.decision.exact_marks import veto
-from cache.decision.texts import words_of
+from cache.decision.texts import trigrams_of, words_of
 from cache.query import MissReason
 
 NEIGHBOURS = 16
@@ -150,7 +150,8 @@ def features_of(
             s, max(0.0, s - 0.9), max(-_MARGIN_MAX, min(_MARGIN_MAX, s - candidate.rival)), candidate.share,
             candidate.count / NEIGHBOURS, math.log1p(witness.keys),
             math.log((witness.right + 1.0) / (witness.wrong + 1.0)), sum(cosines[:10]) / 10, cosines[-1],
-            s * candidate.share, _jaccard(left.word_set, right.word_set), _jaccard(left.trigrams, right.trigrams),
+            s * candidate.share, _jaccard(left.word_set, right.word_set),
+            _jaccard(trigrams_of(prompt), trigrams_of(witness.text)),
             best[True], best[False], min(3.0, sum(mine)), min(3.0, sum(theirs)), max(mine, default=0.0),
             max(theirs, default=0.0), min(6.0, float(len(weighed))),
             min(4.0, float(sum(one.is_addition for one in candidate.differences))),
@@ -171,6 +172,6 @@ def verdicts_near(neighbours: Sequence[Neighbour]) -> float:
     return sum(seen.values())
 
 
-def _jaccard(left: frozenset[str], right: frozenset[str]) -> float:
+def _jaccard(left: Set[object], right: Set[object]) -> float:
     both = len(left & right)
     return both / (len(left) + len(right) - both) if left or right else 1.0

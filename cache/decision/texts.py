@@ -42,14 +42,31 @@ def read_for(partition: bytes) -> Iterator[None]:
         _PARTITION.reset(token)
 
 
-def remembered(texts_max: int) -> Callable[[F], F]:
-    """Remember a function's results for the last `texts_max` texts, each for its partition."""
+def remembered(chars_max: int) -> Callable[[F], F]:
+    """Remember a function's results for the texts read last, each for its partition. All together have
+    at most `chars_max` characters, so that long texts are fewer.
+    """
 
     def decorate(function: F) -> F:
-        # decision: memos-per-partition
-        memo = functools.lru_cache(maxsize=texts_max)(lambda _, *texts: function(*texts))
-        wrapped: Any = functools.wraps(function)(lambda *texts: memo(_PARTITION.get(), *texts))
-        return cast(F, wrapped)
+        latest: dict[tuple[bytes, str], Any] = {}
+        before: dict[tuple[bytes, str], Any] = {}
+        chars = 0
+
+        @functools.wraps(function)
+        def read(text: str) -> Any:
+            nonlocal latest, before, chars
+            # decision: memos-per-partition
+            key = (_PARTITION.get(), text)
+            result = latest.get(key)
+            if result is None:
+                result = before.get(key) or function(text)
+                chars += len(text)
+                if chars > chars_max // 2:
+                    latest, before, chars = {}, latest, len(text)
+                latest[key] = result
+            return result
+
+        return cast(F, read)
 
     return decorate
 
@@ -58,25 +75,27 @@ def remembered(texts_max: int) -> Callable[[F], F]:
 class Words:
     """One text, read. `core` is what is left without the words of `cache.decision.harmless`."""
 
-    tokens: tuple[str, ...]
     word_set: frozenset[str]
     core: tuple[str, ...]
-    trigrams: frozenset[str]
 
 
-@remembered(16_384)
+@remembered(1 << 18)
 def words_of(text: str) -> Words:
     """Read a text. Results are remembered: the same prompts come again."""
-    plain = HIDDEN.sub("", INVISIBLE.sub("", text))
-    spelled = _WORD.findall(_GENITIVE.sub(_turned, plain))
+    spelled = _WORD.findall(_GENITIVE.sub(_turned, visible(text)))
     tokens = tuple(word.casefold() for word in spelled)
-    padded = f"  {plain.casefold()} "
-    return Words(
-        tokens=tokens,
-        word_set=frozenset(tokens),
-        core=_core(tokens),
-        trigrams=frozenset(map("".join, zip(padded, padded[1:], padded[2:], strict=False))),
-    )
+    return Words(word_set=frozenset(tokens), core=_core(tokens))
+
+
+def visible(text: str) -> str:
+    """The text without the characters that no screen shows."""
+    return HIDDEN.sub("", INVISIBLE.sub("", text))
+
+
+def trigrams_of(text: str) -> frozenset[tuple[str, str, str]]:
+    """The runs of three characters. Not remembered: a text's take most room and least time."""
+    padded = f"  {visible(text).casefold()} "
+    return frozenset(zip(padded, padded[1:], padded[2:], strict=False))
 
 
 def _turned(match: re.Match[str]) -> str:

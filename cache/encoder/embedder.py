@@ -163,7 +163,7 @@ class Memo:
     So the time of a text reveals nothing of other partitions' texts.
     """
 
-    def __init__(self, embedder: Embedder, texts_max: int = 20_000) -> None:
+    def __init__(self, embedder: Embedder, texts_max: int = 8_192) -> None:
         self._embedder = embedder
         self._texts_max = texts_max
         self._known: OrderedDict[bytes, tuple[NDArray[np.float32], int]] = OrderedDict()
@@ -191,7 +191,11 @@ class Memo:
             encoded = self._embedder.encode(list(missing.values()))
             over = self.info.tokens_max + 1
             for index, key in enumerate(missing):
-                entries[key] = encoded.vectors[index], over if index in encoded.unread else int(encoded.tokens[index])
+                # a copy: a row of the batch would keep all of it
+                entries[key] = (
+                    encoded.vectors[index].copy(),
+                    over if index in encoded.unread else int(encoded.tokens[index]),
+                )
         with self._lock:
             for key, entry in entries.items():
                 self._known[key] = entry

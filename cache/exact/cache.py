@@ -151,6 +151,11 @@ class ExactCache:
         self._touches_count = 0
         self._moving: dict[bytes, None] = {}  # the latest entries whose answers were found to move
 
+    def take(self, limits: CacheLimits) -> None:
+        """Hold to these limits from now on."""
+        self.limits = limits
+        self._l1.resize(limits.l1_bytes_max)
+
     @property
     def l1_bytes(self) -> int:
         """The bytes of answers in this process' memory."""

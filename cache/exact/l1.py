@@ -42,6 +42,11 @@ class L1:
         self.size_bytes = 0
         self.purges = 0
 
+    def resize(self, bytes_max: int) -> None:
+        """Hold at most so many bytes from now on."""
+        self._bytes_max = bytes_max
+        self._evict()
+
     def __len__(self) -> int:
         return len(self._entries)
 

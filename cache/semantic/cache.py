@@ -53,6 +53,7 @@ from cache.verdicts.store import Untold
 _INLINE_MAX, _INLINE_CHARS = 32, 4_000
 _SETTLED, _SETTLED_CHARS = 8, 1_000  # at a time: a lookup may have to wait for it
 _SENTENCES_MAX = 5_000
+_EXPIRIES_SPARE = 1_000
 _CHECK_BYTES, _ROOM_BYTES = 8, 16
 _ROOMS = 3  # that a lookup searches
 SEARCHED = 48  # nearest keys, of which some have another context, or are wordings that one yes alone knows
@@ -670,6 +671,9 @@ class SemanticCache:
             key = self._keys.get(number)
             if key is not None and key.expires_at <= now:
                 self._drop(number)
+        if len(self._expiries) > 2 * len(self._keys) + _EXPIRIES_SPARE:  # of keys that were dropped, or stored anew
+            self._expiries = [(key.expires_at, number) for number, key in self._keys.items()]
+            heapq.heapify(self._expiries)
 
     # --- vectors
 

@@ -65,6 +65,7 @@ class Accounts:
         self._notify = notify
         self._clock = clock
         self._identities: Mapping[bytes, Identity] = {}
+        self.team_names = frozenset[str]()
         self._uses: Mapping[str, str] = {}
         self._on_uses: Callable[[Mapping[str, str]], None] | None = None
         self._version = 0
@@ -184,6 +185,7 @@ class Accounts:
                         identities[key.digest] = Identity(key, teams[key.team_id], of_team.get(key.team_id, ()))
                 acts = [(row.entry, row.action) for row in await connection.execute(latest_uses())]
             self._identities = identities
+            self.team_names = frozenset(team.name for team in teams.values())
             self._uses = {name: USES[action] for name, action in acts}
             if self._on_uses is not None:
                 self._on_uses(self._uses)

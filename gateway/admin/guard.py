@@ -117,7 +117,7 @@ class Guard:
             raise ValueError("the admin plane needs an admin key")
         self._admin_key = _digest(settings.admin_key)
         self._metrics_key = _digest(settings.metrics_key) if settings.metrics_key else None
-        self._is_open = settings.is_metrics_open
+        self._settings = settings
         self._own_host = settings.host.lower()
         secret = hashlib.blake2b((settings.secret or "").encode()).digest()
         # keyed, so that a copy of the database is no help in guessing the key
@@ -169,12 +169,12 @@ class Guard:
         key = _bearer(request)
         if key:
             await self.check_key(request, endpoint, key)
-        return bool(key) or (self._is_open and self._is_addressed(request))
+        return bool(key) or (self._settings.is_metrics_open and self._is_addressed(request))
 
     async def check_observer(self, request: Request, endpoint: Endpoint) -> None:
         """Refuse a request that may not observe. Raises Unauthenticated, TooManyWrongKeys, Forbidden for a foreign `Host`."""
         if not await self.may_observe(request, endpoint):
-            if self._is_open:
+            if self._settings.is_metrics_open:
                 raise Forbidden(
                     "Without a key, this address answers only to localhost, to an IP address and to the setting `host`"
                     " in `Host`: another name may be a page's that was bound to this address",

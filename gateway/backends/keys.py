@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from gateway.backends.base import BackendDenied, BackendError, Mark
-from gateway.settings import ApiKeySettings
+from gateway.settings import ApiKeySettings, shown_variable
 
 _LOOK_EVERY_S = 1.0
 _REST_S = 60.0
@@ -89,6 +89,12 @@ class Keys:
                 key.read(self._environ)
 
     @property
+    def values(self) -> tuple[str, ...]:
+        """The keys in use, each empty while it cannot be read."""
+        self._look()
+        return tuple(key.value for key in self._keys)
+
+    @property
     def problem(self) -> str:
         """Why there is no key; empty if there is one, or none is needed."""
         self._look()
@@ -97,7 +103,10 @@ class Keys:
     @property
     def names(self) -> str:
         """The variables and files of the keys, for operators, while there is no key."""
-        return ", ".join(str(key.settings.env or key.settings.file) for key in self._keys) if self.problem else ""
+        if not self.problem:
+            return ""
+        places = [key.settings for key in self._keys]
+        return ", ".join(shown_variable(one.env, self._environ) if one.env else str(one.file) for one in places)
 
     def take(self) -> str:
         """The key of the next request; empty if none is needed. If all rest, the first to be ready."""
@@ -118,10 +127,15 @@ class Keys:
 
     def refused(self, request: HasKey, error: BackendError) -> bool:
         """Let the key of a request rest if the provider refused it by `error`. Returns whether another is
-        to be asked: the deployment itself is well then.
+        to be asked, as one that has come into its file meanwhile: the deployment itself is well then.
         """
         is_of_key = isinstance(error, BackendDenied) and (error.status in (401, 403) or error.mark in _OF_KEY)
-        if not is_of_key or len(self._keys) < 2:
+        if not is_of_key or not self._keys:
+            return False
+        self._looks_at = 0.0
+        if request.api_key not in (values := self.values):
+            return any(values)
+        if len(values) < 2:
             return False
         now = self._clock()
         for key in self._keys:

@@ -5,7 +5,6 @@ backend. Connects to nothing and imports nothing heavy: `Backend.start` does.
 """
 
 import ipaddress
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -18,7 +17,7 @@ from gateway.backends.keys import Keys
 from gateway.backends.openai.backend import OpenAIBackend
 from gateway.deployments.catalog import Known, can_chat, known, microusd, with_writes
 from gateway.reserved import PAID, SEARCHES, canonical
-from gateway.settings import CAPABILITIES, DeploymentSettings, PriceSettings, Settings, deployment_name, keys_of
+from gateway.settings import CAPABILITIES, DeploymentSettings, PriceSettings, Settings, deployment_name
 from gateway.wire.types import KINDS, MEDIA
 from policies import Price
 from policies.prices import FREE
@@ -114,12 +113,11 @@ def build_backend(
     deployment: DeploymentSettings,
     facts: Facts,
     settings: Settings,
-    environ: Mapping[str, str] = os.environ,
+    keys: Keys,
 ) -> Backend:
     """The backend of one deployment, not started.
 
-    While its keys cannot be read, from `environ` or files, the deployment is unready; its `load` has the
-    reason.
+    While its `keys` cannot be read the deployment is unready; its `load` has the reason.
     """
     name = deployment_name(alias, deployment)
     if deployment.backend == "local":
@@ -133,7 +131,7 @@ def build_backend(
     common_arguments: dict[str, Any] = {
         "model": deployment.model,
         "capabilities": facts.capabilities,
-        "keys": Keys(keys_of(deployment), environ),
+        "keys": keys,
         "headers": deployment.headers,
     }
     if deployment.backend == "litellm":

@@ -23,7 +23,6 @@ from gateway.deployments.price_table import PriceTable, TableError, read_rows, r
 from gateway.loggers import get_logger
 from policies import Price
 
-PRICES = "prices.json"  # in data_dir
 PACKAGED = Path(__file__).with_name("prices.json")
 _log = get_logger()
 _CHAT_MODES = frozenset({"chat", "responses", "completion"})

@@ -13,6 +13,7 @@ import msgspec
 
 from gateway.backends import base
 from gateway.backends.dialect import Dialect, Lessons
+from gateway.backends.keys import Keys
 from gateway.deployments.build import Facts, describe
 from gateway.deployments.progress import Progress
 from gateway.deployments.slots import Slots
@@ -61,6 +62,7 @@ class Deployment(Facts):
     claim: Callable[[Asker], Awaitable[bool]] | None = None  # the right to probe, among all workers and hosts
     ttft_timeout_min_ms: float = 5_000.0
     use: str = ""  # `drained` or `disabled` by an operator
+    keys: Keys = field(default_factory=Keys)
     answers: set[base.ChunkStream] = field(default_factory=set)  # under way
     prompts: dict[str, Prompts] = field(default_factory=dict)  # by operation and model
     group: str = ""  # the deployment whose replica it is, for budgets and bills; else its own name
@@ -79,6 +81,11 @@ class Deployment(Facts):
         self.whole_timeout_s = self.settings.whole_timeout_ms / 1000.0
         idle_s, is_set = self.settings.idle_timeout_ms / 1000.0, "idle_timeout_ms" in self.settings.model_fields_set
         self.idle_timeout_s = idle_s if is_set else max(idle_s, self.dialect.silence_s)
+
+    @property
+    def is_as_described(self) -> bool:
+        """Whether its facts are those of its settings and of the public table by now."""
+        return all(getattr(self, name) == fact for name, fact in describe(self.settings).by_name().items())
 
     def asker(self, demand: Demand, request_id: str = "-") -> Asker:
         """The caller and the shape of a request, for the health of this deployment.

@@ -14,9 +14,10 @@ from urllib.parse import urlsplit
 from cache import SemanticClient
 from gateway.backends.base import Backend
 from gateway.backends.embedder import EmbedderBackend
+from gateway.backends.keys import Keys
 from gateway.deployments.alias import Alias
 from gateway.deployments.build import SLOTS_DEFAULT, Facts, build_backend, describe
-from gateway.deployments.catalog import PRICES, use
+from gateway.deployments.catalog import use
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.replicas import Replicas
 from gateway.deployments.slots import Slots
@@ -29,8 +30,10 @@ from gateway.settings import (
     Settings,
     deployment_name,
     is_pattern,
+    keys_of,
 )
 from gateway.wire.errors import NotFound, shown
+from gateway.wire.types import PASSAGE
 from policies import Estimate, Health, RoutingPolicy
 from policies.replicas import Backlog, Prefixes
 from policies.routing import PolicyKind
@@ -92,6 +95,12 @@ class Fleet:
     @property
     def deployments(self) -> list[Deployment]:
         return [d for alias in self.aliases.values() for d in alias.deployments.values()]
+
+    def labels(self) -> dict[str, set[str]]:
+        """The names of models and deployments that metrics may have as labels."""
+        deployments = {EMBEDDER, *(deployment.name for deployment in self.deployments)}
+        models = {self._embedder.name, *self.aliases, *(f"{PASSAGE.name}/{name}" for name in deployments)}
+        return {"model": models, "gen_ai_request_model": models, "deployment": deployments}
 
     def alias(self, name: str, allowed: Collection[str] | None = None) -> Alias:
         """The alias of this name. Raises NotFound, whose message lists the names in `allowed`
@@ -157,12 +166,15 @@ def build_fleet(
     Of the fleet `before`, whatever is configured alike is part of the new one, and what has changed at
     the same server keeps its breaker, its estimate and its slots. `before` itself does not change.
     """
-    use(settings.data_dir / PRICES)
+    use(settings.prices_path)
     aliases, replicas = {}, dict[str, list[Replicas]]()
     for alias, model in settings.models.items():
         old = before.aliases.get(alias) if before is not None else None
         groups = {group.name: group for group in before.replicas.get(alias, ())} if before is not None else {}
-        if old is not None and old.settings == model:
+        outdated = {
+            name for name, each in (old.deployments if old is not None else {}).items() if not each.is_as_described
+        }
+        if old is not None and old.settings == model and not outdated:
             aliases[alias] = old
             if groups:
                 replicas[alias] = list(groups.values())
@@ -172,9 +184,10 @@ def build_fleet(
         prefixes = old.prefixes if old is not None and old.prefixes is not None else Prefixes()
         for deployment in sorted(model.deployments, key=lambda each: bool(each.replicas)):
             name = deployment_name(alias, deployment)
-            is_alike = known.get(name) == deployment
+            is_alike = known.get(name) == deployment and name not in outdated
             if deployment.replicas:
                 make = partial(_replica, alias, deployment, settings, clock)
+                is_alike = is_alike and outdated.isdisjoint(one.name for one in groups[name].by_url.values())
                 group = groups[name] if is_alike else Replicas(name, deployment.replicas, make, prefixes)
                 replicas.setdefault(alias, []).append(group)
                 deployments += group.by_url.values()
@@ -234,7 +247,10 @@ def _build(alias: str, deployment: DeploymentSettings, settings: Settings, clock
     if not facts.is_price_known and not is_pattern(alias):
         _log.warning("price_unknown", deployment=deployment_name(alias, deployment), consequence="counted as free")
     engine = settings.engines[deployment.engine] if deployment.engine else None
-    return _deployed(deployment, facts, build_backend(alias, deployment, facts, settings), clock, engine)
+    keys = Keys(keys_of(deployment))
+    deployed = _deployed(deployment, facts, build_backend(alias, deployment, facts, settings, keys), clock, engine)
+    deployed.keys = keys
+    return deployed
 
 
 def _deployed(

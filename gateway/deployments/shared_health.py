@@ -3,8 +3,8 @@
     sameway:{health}:D            string  the state, as JSON: sums of the estimate, the breakers
     sameway:{health}:D:probe:B:N  string  a probe of breaker B in state N has begun
 
-D is a digest of the deployment's name, address, model, headers and key, so that another
-configuration begins anew. The digest of a deployment that only one host reaches includes that host.
+D is a digest of the deployment's name, address, model, headers and keys, so that another
+configuration begins anew, and another key in a file. The digest of a deployment that only one host reaches includes that host.
 
 An exchange sends a worker's observations since the last exchange and returns the sums of all
 workers; it is one script, in the background. Estimates are sums under exponential forgetting, which
@@ -16,7 +16,7 @@ that no worker wrote is replaced; without Redis a worker goes on alone.
 """
 
 import asyncio
-import os
+import random
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -29,8 +29,8 @@ from redis.exceptions import RedisError
 
 from cache.redis_link import RedisLink
 from gateway.deployments.deployment import Deployment
-from gateway.settings import Settings, is_loopback, keys_of
-from policies.breaker import CALLERS_MAX, Asker, News
+from gateway.settings import Settings, is_loopback
+from policies.breaker import CALLERS_MAX, Asker, Health, News
 from policies.estimate import HALF_LIFE_S, KEEP_PER_OBSERVATION, SUMS
 
 _PREFIX = "sameway:{health}:"
@@ -135,6 +135,7 @@ class Exchanged:
     def __init__(self, deployment: Deployment, key: str, clock: Callable[[], float]) -> None:
         self.deployment = deployment
         self.key = key
+        self.key_values = deployment.keys.values
         self._clock = clock
         self._base = (0.0,) * SUMS
         self._base_calls = 0
@@ -224,6 +225,10 @@ class SharedHealth:
     def _follow(self) -> None:
         """Take in the replicas that have come, and leave out those that have gone."""
         known, now = {id(shared.deployment): shared for shared in self.exchanged}, self._deployments()
+        for shared in self.exchanged:
+            if shared.deployment.keys.values != shared.key_values:  # it begins anew
+                shared.deployment.health = Health(self._clock, random.random)
+                del known[id(shared.deployment)]
         if list(known) == list(map(id, now)):
             return
         self.exchanged = [known.get(id(one)) or self._exchanged(one) for one in now]
@@ -295,6 +300,6 @@ def identity(deployment: Deployment, settings: Settings, host: str) -> str:
     is_here = url.netloc == "unix:" or is_loopback(url.hostname or "")
     where = [host, str(settings.run_dir)] if config.engine else [host] if is_here else []
     facts = (where, deployment.name, config.backend, config.engine, config.model, config.base_url, config.headers)
-    secret = [os.environ.get(key.env or "", "") for key in keys_of(config)]  # a file's may change at any time
+    secret = deployment.keys.values
     key = (settings.secret or "").encode()[:64]
     return blake2b(msgspec.json.encode((facts, secret)), key=key, digest_size=16, person=b"sw.health").hexdigest()

@@ -70,7 +70,6 @@ class HealthMonitor:
         self._written = WriterStats()  # as counted in the metrics
         self.was_ready = False
         self._are_descriptors_scarce = False
-        self._named = set[str]()  # the deployments with gauges
         self.lag_s = 0.0
 
     async def run(self, metrics: Metrics) -> None:
@@ -226,10 +225,6 @@ class HealthMonitor:
             absence = alias.absence
             for cause in ABSENCES:
                 metrics.set(m.MODEL_UNAVAILABLE, float(absence == cause), alias.name, cause)
-        gone, self._named = self._named, {deployment.name for deployment in self.fleet.deployments}
-        for name in gone - self._named:
-            for gauge in (m.DEPLOYMENT_AVAILABLE, m.DEPLOYMENT_RUNNING, m.DEPLOYMENT_WAITING):
-                metrics.set(gauge, math.nan, name)
         for deployment in self.fleet.deployments:
             load = deployment.backend.load(0)
             is_available = deployment.is_available

@@ -95,9 +95,9 @@ class LogWriter:
 class Log:
     """The configured log: its writer, and the format of its lines."""
 
-    def __init__(self, writer: LogWriter, *, is_json: bool, has_colours: bool, has_prompts: bool) -> None:
+    def __init__(self, writer: LogWriter, *, is_json: bool, has_colours: bool, settings: Settings) -> None:
         self.writer = writer
-        self._has_prompts = has_prompts
+        self._settings = settings
         self._render = _render_json if is_json else _request_renderer(has_colours)
         self.processors: list[Any] = [
             _stamp,
@@ -113,7 +113,7 @@ class Log:
         level = "error" if record.ended.status >= 500 and record.ended.error not in NOT_OUR_FAILURES else "info"
         # not through structlog, whose chain of processors would double the cost of this line
         fields = _flatten(record, level)
-        if self._has_prompts:
+        if self._settings.log_prompts:
             texts = {"prompt": prompt, "answer": answer, "nearest": record.cache.nearest}
             fields.update({name: text for name, text in texts.items() if text})
         self.writer.msg(self._render(None, level, fields))
@@ -134,7 +134,7 @@ def configure(settings: Settings, stream: BinaryIO | None = None, on_drop: Calla
     is_terminal = target.isatty()
     is_json = settings.log_format == "json" or (settings.log_format == "auto" and not is_terminal)
     writer = LogWriter(target, on_drop)
-    log = _current = Log(writer, is_json=is_json, has_colours=is_terminal, has_prompts=settings.log_prompts)
+    log = _current = Log(writer, is_json=is_json, has_colours=is_terminal, settings=settings)
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, *log.processors],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),

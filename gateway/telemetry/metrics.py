@@ -5,12 +5,14 @@ request; rendering is still prometheus_client's. Only `observe(record)` moves a 
 and histograms, so they agree with the log line and the statistics; other parts set gauges.
 `metric_names` defines the names.
 
-Invariant: a scraped counter never decreases, whichever worker answers and whichever has ended.
+Invariant: a scraped counter never decreases, whichever worker answers and whichever has ended. That
+of a model, deployment or team that is gone is missing, and may begin anew if that comes back.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,8 +92,9 @@ class Metrics:
     """This worker's metrics, and the text of all workers that share `folder` (None: of this one).
 
     Label values must come from the configuration (team, model, deployment) or from the code (cache,
-    reason, code), never from a request. A host has room for several thousand series; further series
-    are not counted.
+    reason, code), never from a request. `current` gives, for some labels, the values that there are now:
+    a scrape leaves out series with others. A host has room for several thousand series: those that are
+    left out give way, and further ones are not counted.
     """
 
     def __init__(self, folder: Path | None, version: str = "unknown", commit: str = "unknown") -> None:
@@ -100,6 +103,7 @@ class Metrics:
         self._values: memoryview[float] = self._numbers.values
         self._by_sort: dict[tuple[str | int, ...], _RequestSeries] = {}
         self._starts: dict[Key, int] = {}
+        self.current: Callable[[], Mapping[str, Collection[str]]] = dict
         for key, start in self._numbers.own():
             if key[0] not in names.BY_NAME or names.BY_NAME[key[0]].kind is names.MetricKind.GAUGE:
                 self._values[start] = math.nan  # a gauge of the file's last worker
@@ -225,6 +229,16 @@ class Metrics:
                 self.add(names.SERIES_DROPPED, 1)
         return start
 
+    def _forget(self) -> None:
+        """Give the room of series that are gone to others."""
+        current = self.current()
+        gone = {key for key, _ in self._numbers.own() if _is_gone(key, current)}
+        if gone:
+            with suppress(OSError):  # a full disk
+                self._numbers.forget(gone)
+                self._by_sort.clear()
+                self._starts = {key: start for key, start in self._starts.items() if start and key not in gone}
+
     def add(self, definition: names.Definition, amount: float, *labels: str) -> None:
         """Add `amount` to a counter or a gauge. `labels` are in the order of the definition."""
         start = self._start(definition, *labels)
@@ -239,16 +253,21 @@ class Metrics:
         """The text of a scrape (CONTENT_TYPE), merged from all workers."""
         from prometheus_client import CollectorRegistry, generate_latest
 
+        if self._numbers.is_half_full:
+            self._forget()
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Collected(self._merged()))
         return generate_latest(registry)
 
     def _merged(self) -> "list[Metric]":
         series: dict[Key, tuple[float, ...]] = {}
+        current = self.current()
         for snapshot in self._numbers.snapshots():
             for key, numbers in snapshot.series:
-                definition = names.BY_NAME.get(key[0])
-                if definition is None or len(numbers) != definition.width or len(key) != 1 + len(definition.labels):
+                if _is_gone(key, current):
+                    continue
+                definition = names.BY_NAME[key[0]]
+                if len(numbers) != definition.width:
                     continue  # written by an older version
                 if definition.kind is names.MetricKind.GAUGE and (not snapshot.is_alive or math.isnan(numbers[0])):
                     continue
@@ -269,6 +288,17 @@ class _Collected:
 
     def collect(self) -> "Iterable[Metric]":
         return self._metrics
+
+
+def _is_gone(key: Key, current: Mapping[str, Collection[str]]) -> bool:
+    """Whether a series has a label's value that there is no more, or is an older version's."""
+    definition = names.BY_NAME.get(key[0])
+    if definition is None or len(key) != 1 + len(definition.labels):
+        return True
+    return any(
+        value and value not in current.get(label, (value,))
+        for label, value in zip(definition.labels, key[1:], strict=True)
+    )
 
 
 def _add(values: "memoryview[float]", start: int, bounds: tuple[float, ...], value: float) -> None:

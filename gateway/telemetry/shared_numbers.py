@@ -13,14 +13,16 @@ Both files get all their bytes at once: a mapped page without room on the disk w
 a later update. If there is no room, or the folder is not writable, a worker keeps its numbers in
 its own memory.
 
-Invariant: within a pair, runs `[start, start + width)` never overlap and never move.
+Invariant: within a pair, runs `[start, start + width)` never overlap and never move. A run that was
+forgotten begins anew at 0, for another key.
 """
 
 import contextlib
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -59,6 +61,7 @@ class SharedNumbers:
         self._series_fd = -1
         self._name = ""
         self._runs: dict[Key, Run] = {}
+        self._free = defaultdict[int, list[int]](list)  # starts of runs, by width
         self._end = SCRATCH
         self._series_end_bytes = 0
         self.error: OSError | None = None
@@ -101,18 +104,50 @@ class SharedNumbers:
         known = self._runs.get(key)
         if known is not None and known.width == width:
             return known.start
-        if self._end + width > CAPACITY or width > SCRATCH:
+        free = self._free[width]
+        if width > SCRATCH or (not free and self._end + width > CAPACITY):
             return 0
-        run = Run(key, self._end, width)
+        run = Run(key, free[-1] if free else self._end, width)
         if self._series_fd >= 0:
             line = msgspec.json.encode(run) + b"\n"
             if self._series_end_bytes + len(line) > SERIES_BYTES:
                 return 0
             os.pwrite(self._series_fd, line, self._series_end_bytes)
             self._series_end_bytes += len(line)
-        self._end += width
+        if free:
+            free.pop()
+        else:
+            self._end += width
         self._runs[key] = run
         return run.start
+
+    @property
+    def is_half_full(self) -> bool:
+        free = sum(width * len(starts) for width, starts in self._free.items())
+        return self._end - free > CAPACITY // 2 or self._series_end_bytes > SERIES_BYTES // 2
+
+    def forget(self, keys: Collection[Key]) -> None:
+        """Give the room of these series to others. Raises OSError, and then forgets none."""
+        kept = {key: run for key, run in self._runs.items() if key not in keys}
+        if self._folder is not None and self._series_fd >= 0:
+            path = self._folder / f"{self._name}.series"
+            lines = b"".join(msgspec.json.encode(run) + b"\n" for run in kept.values())
+            new = path.with_suffix(".new")
+            new.write_bytes(lines)
+            fd = os.open(new, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fallocate(fd, 0, SERIES_BYTES)
+                new.replace(path)
+            except OSError:
+                os.close(fd)
+                raise
+            os.close(self._series_fd)
+            self._series_fd, self._series_end_bytes = fd, len(lines)
+        for run in self._runs.values():
+            if run.key in keys:
+                self._map[run.start * 8 : (run.start + run.width) * 8] = bytes(run.width * 8)
+                self._free[run.width].append(run.start)
+        self._runs = kept
 
     def own(self) -> Iterator[tuple[Key, int]]:
         """The series of this worker's pair, also those of earlier workers, with their starts."""

@@ -140,6 +140,26 @@ async def test_a_refused_key_wakes_when_its_file_has_another(tmp_path: Path) -> 
     assert provider.seen.count("sk-new") == 1
 
 
+@pytest.mark.parametrize("kind", [OpenAIBackend, ManagedBackend])
+async def test_a_key_that_was_just_replaced_fails_no_request(kind: type[Any], tmp_path: Path) -> None:
+    """A provider that refuses the old key before its file was looked at is asked with the new one; a wrong one is asked once."""
+    file = tmp_path / "key"
+    file.write_text("sk-old")
+    keys = Keys([ApiKeySettings(file=file)], {}, lambda: 0.0)
+    provider = Provider("sk-new")
+    async with serve(provider.script) as served:
+        backend = made(kind, served.url, keys)
+        await backend.start()
+        file.write_text("sk-new")
+        await _asked(backend)
+        assert provider.seen == ["sk-old", "sk-new"]
+        provider.good.clear()
+        with pytest.raises(BackendDenied):
+            await _asked(backend)
+        await backend.aclose()
+    assert provider.seen == ["sk-old", "sk-new", "sk-new"]
+
+
 async def test_no_one_is_told_a_key(
     redis_server: RedisServer, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:

@@ -585,6 +585,8 @@ async def test_a_form_of_an_answer_is_made_once(redis: Redis, redis_server: Redi
             cache.store_local(other)
             cache.derived(other, "whole", make)
             assert cache.l1_bytes <= 10_000
+        cache.take(CacheLimits(l1_bytes_max=5_000))
+        assert 0 < cache.l1_bytes <= 5_000
         await cache.purge(Purge())
         assert cache.l1_bytes == 0
 

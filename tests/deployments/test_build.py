@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from gateway.backends.keys import Keys
 from gateway.deployments.build import build_backend, describe
 from gateway.deployments.catalog import known, microusd
-from gateway.settings import DeploymentSettings, Settings
+from gateway.settings import DeploymentSettings, Settings, keys_of
 from gateway.wire.types import MEDIA
 from policies import Price
 from policies.prices import FREE
@@ -175,7 +176,7 @@ def test_money_is_decimal(usd: float, digits: int, expected: int) -> None:
 def test_each_kind_has_its_backend(fields: dict[str, Any], kind: str) -> None:
     """Built without connecting, importing litellm or needing a loop."""
     given = deployment(name="d", **fields)
-    backend = build_backend("alias", given, describe(given), Settings(), {})
+    backend = build_backend("alias", given, describe(given), Settings(), Keys(keys_of(given), {}))
     assert type(backend).__name__ == kind
     assert backend.name == "d"
     assert backend.capabilities == describe(deployment(**fields)).capabilities
@@ -186,7 +187,7 @@ def test_a_missing_key_keeps_a_deployment_unready(backend: str) -> None:
     """The gateway starts without it, and routing is told why this one is out."""
     fields = {"backend": backend, "base_url": "http://h/v1", "model": "m", "api_key_env": "SOME_KEY"}
     given = deployment(**fields)
-    load = build_backend("alias", given, describe(given), Settings(), {}).load(1)
+    load = build_backend("alias", given, describe(given), Settings(), Keys(keys_of(given), {})).load(1)
     assert (load.is_ready, load.reason) == (False, "the variable of its key is not set")
-    ready = build_backend("alias", given, describe(given), Settings(), {"SOME_KEY": "sk"}).load(1)
+    ready = build_backend("alias", given, describe(given), Settings(), Keys(keys_of(given), {"SOME_KEY": "sk"})).load(1)
     assert ready.is_ready == (backend == "openai")

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.cli import main
 from gateway.deployments import catalog
-from gateway.deployments.catalog import PRICES, known, use
+from gateway.deployments.catalog import known, use
 from gateway.deployments.price_table import read_table
 
 MODEL = "gpt-4o-mini"
@@ -29,7 +29,7 @@ def update(tmp_path: Path, table: Any) -> int:
     """`sameway prices update`; returns its exit status."""
     (tmp_path / "new.json").write_text(table if isinstance(table, str) else json.dumps(table))
     status = main(["prices", "update", str(tmp_path / "new.json"), "--data-dir", str(tmp_path / "data")])
-    use(tmp_path / "data" / PRICES)
+    use(tmp_path / "data" / "prices.json")
     return status
 
 
@@ -90,11 +90,11 @@ def test_a_wrong_table_is_refused(
     """Whole, with what was expected; what was there stays."""
     assert update(tmp_path, table) == 2
     assert expected in capsys.readouterr().err
-    assert not (tmp_path / "data" / PRICES).exists()
+    assert not (tmp_path / "data" / "prices.json").exists()
 
 
 def test_a_table_that_was_damaged_counts_no_more(tmp_path: Path) -> None:
     """The packaged one does; a gateway starts all the same."""
-    (tmp_path / PRICES).write_text("{")
-    use(tmp_path / PRICES)
+    (tmp_path / "prices.json").write_text("{")
+    use(tmp_path / "prices.json")
     assert input_price() == 150_000

@@ -13,10 +13,11 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from cache.redis_link import RedisLink
+from gateway.backends.keys import Keys
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import build_fleet
 from gateway.deployments.shared_health import SharedHealth, identity
-from gateway.settings import Settings
+from gateway.settings import ApiKeySettings, Settings
 from policies.breaker import Asker
 from tests.services import RedisServer
 
@@ -234,6 +235,29 @@ async def test_another_configuration_begins_anew(redis_server: RedisServer, tmp_
     worker = Worker(redis_server.url, tmp_path)
     assert identity(worker.one, worker.settings, "a") == identity(worker.one, worker.settings, "b")
     await worker.link.aclose()
+
+
+async def test_another_key_in_its_file_begins_anew(redis_server: RedisServer, tmp_path: Path, redis: Redis) -> None:
+    """What was said of the old key is forgotten, in the worker that sees the new one first and in one that starts later."""
+    file = tmp_path / "key"
+    file.write_text("sk-old")
+    worker = Worker(redis_server.url, tmp_path, api_key_file=str(file))
+    worker.one.keys = Keys([ApiKeySettings(file=file)], {}, lambda: worker.now_s)
+    worker.succeeds()
+    worker.fails(retry_after_s=600)
+    await exchange(worker)
+    before = worker.key
+    assert not worker.allows()
+    file.write_text("sk-the-new-one")
+    worker.now_s += 2
+    await exchange(worker)
+    assert worker.key != before
+    assert worker.allows()
+    later = Worker(redis_server.url, tmp_path, api_key_file=str(file))
+    await exchange(later)
+    assert (later.key, later.allows()) == (worker.key, True)
+    for one in (worker, later):
+        await one.link.aclose()
 
 
 @pytest.mark.parametrize(

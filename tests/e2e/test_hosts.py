@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import yaml
 from openai import OpenAI
 from redis import Redis
 
@@ -200,6 +201,39 @@ def batch_lines(gateway: Gateway) -> int:
     """The lines of batches that this host has answered."""
     found = re.search(r'sameway_batch_lines_total\{outcome="ok"\} (\d+)', gateway.observe("/metrics").text)
     return int(found[1]) if found else 0
+
+
+def test_a_change_on_one_host_is_the_others_too(hosts: tuple[Gateway, Gateway], upstream_process: Upstream) -> None:
+    """A model in the database is used by both; a file is each host's own: one that is wrong leaves its host as it was, and says
+    so."""
+    east, west = hosts
+    model = {"deployments": [deployment(upstream_process.url, "shared")]}
+    east.admin("POST", "/config/models", json={"alias": "shared", "model": model})
+    assert east.chat("anew", model="shared").status_code == 200
+    wait_for(lambda: west.chat("anew", model="shared").status_code == 200)
+    west.admin("POST", "/config/models", json={"alias": "shared", "model": None})
+    wait_for(lambda: east.chat("anew", model="shared").status_code == 404)
+
+    files = [host.folder / "sameway.yaml" for host in hosts]
+    before = [file.read_text() for file in files]
+    more = yaml.safe_load(before[0])
+    more["models"]["more"] = {"deployments": [deployment(upstream_process.url, "more")]}
+    try:
+        files[1].write_text(before[1].replace("output_tokens_max: 1000", "output_tokens_max: some"))
+        files[0].write_text(yaml.safe_dump(more))
+        east.admin("POST", "/config/reload")
+        wait_for(lambda: east.chat("anew", model="more").status_code == 200)
+        problems = lambda: [one["message"] for one in west.admin("GET", "/status")["problems"]]  # noqa: E731
+        wait_for(lambda: any("models.dear.deployments.0.output_tokens_max" in one for one in problems()))
+        assert west.chat("anew", model="more").status_code == 404
+        assert west.chat("anew", model="late").status_code == 200
+        files[1].write_text(yaml.safe_dump(more))
+        wait_for(lambda: west.chat("anew", model="more").status_code == 200)
+    finally:
+        for file, text in zip(files, before, strict=True):
+            file.write_text(text)
+    for host in hosts:
+        wait_for(lambda host=host: host.chat("anew", model="more").status_code == 404)
 
 
 def test_a_database_that_is_gone_is_not_missed(hosts: tuple[Gateway, Gateway], postgres: PostgresServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import signal
 import subprocess
 import sys
@@ -163,12 +164,72 @@ def test_every_way_to_reload_has_its_answer(changing: Changing) -> None:
 
 
 def test_a_setting_that_changes_counts_at_once(changing: Changing) -> None:
-    """A limit of bodies, which each endpoint has, is the new one in every worker."""
+    """A limit of bodies, which each endpoint has, is the new one in every worker; so are who reads metrics and what is logged."""
     changing.takes()
-    changing.write(changing.config() | {"body_bytes_max": 30})
+    metrics, mark = f"{changing.gateway.root}/metrics", f"question {next(_fresh)} of a person"
+    body = {"model": "mock", "messages": [{"role": "user", "content": mark}]}
+    changing.write(changing.config() | {"body_bytes_max": 30, "is_metrics_open": True, "log_prompts": True})
     wait_for(lambda: all(changing.asks("mock") == 413 for _ in range(6)))
-    changing.write(changing.config())
+    assert httpx.get(metrics).status_code == 200
+    changing.write(changing.config() | {"log_prompts": True})
     wait_for(lambda: all(changing.asks("mock") == 200 for _ in range(6)))
+    assert httpx.get(metrics).status_code == 401
+    assert mark not in changing.gateway.log.read_text()
+    changing.client.post(f"{changing.gateway.base_url}/chat/completions", json=body)
+    wait_for(lambda: mark in changing.gateway.log.read_text())
+    changing.takes()
+
+
+def test_newer_prices_count_from_the_next_request(changing: Changing, upstream: Upstream) -> None:
+    """`sameway prices update` on a gateway that serves: the model's cost changes in every worker, and its connections stay."""
+    changing.takes(priced={"name": "priced", "model": "gpt-4o-mini", "price": None})
+
+    def costs() -> set[str]:
+        return {changing.chat("priced").headers["x-sameway-cost-usd"] for _ in range(6)}
+
+    (before,) = costs()
+    row = {"mode": "chat", "litellm_provider": "openai", "input_cost_per_token": 9e-3, "output_cost_per_token": 9e-3}
+    (table := changing.file.with_name("newer.json")).write_text(json.dumps({"gpt-4o-mini": row}))
+    where = ["--config", str(changing.file), "--data-dir", str(changing.gateway.data_dir)]
+    argv = [sys.executable, "-m", "gateway", "prices", "update", str(table), *where]
+    subprocess.run(argv, check=True, capture_output=True, timeout=60)
+    wait_for(lambda: len(after := costs()) == 1 and float(after.pop()) > 1_000 * float(before))
+
+
+@pytest.mark.long
+def test_an_engine_comes_and_goes(changing: Changing) -> None:
+    """A model of a new engine waits while its progress is told, then answers; the engine ends after its last request, whole."""
+    changing.takes()
+    config = changing.config()
+    config["engines"] = {"grown": {}}
+    config["models"]["grown"] = {"deployments": [{"name": "grown", "backend": "local", "engine": "grown"}]}
+    changing.write(config)
+    seen: list[str] = []
+
+    def is_there() -> bool:
+        part = changing.gateway.observe("/readyz").json()["parts"].get("grown", {"health": "", "detail": ""})
+        seen.append(part["detail"])
+        assert changing.asks("mock") == 200  # no host is taken out of service
+        return bool(part["health"] == "ok")
+
+    wait_for(is_there, 120, changing.gateway.why_not_ready)
+    assert any("%" in detail for detail in seen), seen
+    assert len(changing.gateway.children("local_engine")) == 1
+    body = {
+        "model": "grown",
+        "messages": [{"role": "user", "content": "Count to 100."}],
+        "max_tokens": 120,
+        "stream": True,
+    }
+    with changing.client.stream("POST", f"{changing.gateway.base_url}/chat/completions", json=body) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        changing.takes()
+        rest = "".join(lines)
+    assert "[DONE]" in rest
+    assert "error" not in rest
+    assert changing.asks("grown") == 404
+    wait_for(lambda: not changing.gateway.children("local_engine"), 60)
 
 
 def test_without_a_gateway_the_command_says_so(changing: Changing, tmp_path: Path) -> None:

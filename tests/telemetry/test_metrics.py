@@ -219,6 +219,29 @@ def test_labels_nobody_bounded_cost_no_memory() -> None:
     assert re.search(r'^sameway_requests_total\{.*model="small".*\} 2.0$', text, re.M)
 
 
+def test_what_is_gone_is_not_shown_and_makes_room(tmp_path: Path) -> None:
+    """A scrape by any worker names the models of now alone; when the room is full, theirs takes that of others."""
+    models = {"small"}
+    metrics, other = Metrics(tmp_path), Metrics(tmp_path)
+    for one in (metrics, other):
+        one.current = lambda: {"model": models, "gen_ai_request_model": models}
+    for number in range(1_500):  # more than there is room for
+        models = {"small", f"model-{number}"}
+        metrics.observe(hit(alias="small"))
+        metrics.observe(hit(alias=f"model-{number}"))
+        if number % 250 == 249:
+            other.render()
+            metrics.render()
+    for one in (metrics, other):
+        assert value(one, "sameway_requests_total", model="small") == 1_500
+        assert value(one, "sameway_requests_total") == 1_501
+        assert value(one, "gen_ai_server_request_duration_seconds_count", gen_ai_request_model="model-1499") == 1
+        assert value(one, "sameway_metric_series_dropped_total") is None
+    metrics.close()
+    assert value(other, "sameway_requests_total") == 1_501
+    other.close()
+
+
 @settings(max_examples=50)
 @given(st.lists(st.floats(min_value=0, max_value=1e6), max_size=50))
 def test_a_histogram_counts_every_value_in_its_bucket(durations_ms: list[float]) -> None:
