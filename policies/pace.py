@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from policies.holds import BudgetState
-from policies.windows import WindowKind
+from policies.windows import SESSION, WindowKind
 
 _DAY_MS = 86_400_000
 _PASSED_MIN = 0.02  # of a window, before a rate means something
@@ -31,6 +31,8 @@ def pace_of(state: BudgetState, at_ms: int) -> Pace:
     budget, window = state.budget, state.window
     if budget.window is WindowKind.ROLLING:
         return Pace(state.spent * _DAY_MS / (budget.rolling_s * 1000))
+    if budget.axis == SESSION and window.end_ms is None:
+        return Pace()  # when it began is not known
     start_ms = (
         window.start_ms if budget.is_shared and window.end_ms is not None else max(window.start_ms, budget.begun_ms)
     )

@@ -11,7 +11,7 @@ from policies import Budget, Refused
 from policies.durations import duration_s
 from policies.holds import BudgetState
 from policies.prices import dollars
-from policies.windows import TEAM, Unit, Window, WindowKind
+from policies.windows import SESSION, TEAM, Unit, Window, WindowKind
 
 
 def refusal_of(identity: Identity, refused: Refused) -> BudgetExceeded:
@@ -27,6 +27,11 @@ def refusal_of(identity: Identity, refused: Refused) -> BudgetExceeded:
     )
     if refused.amount > limit and budget.unit is not Unit.REQUESTS:  # it does not fit a new window either
         message += " That is more than the whole budget: ask for a shorter answer with `max_tokens`."
+        return BudgetExceeded(message, None)
+    if refused.resets_in_s is None and budget.axis == SESSION and budget.value is None:
+        message += (
+            " Stop here and tell your user: a new session has a budget of its own, and your admin can raise this one."
+        )
         return BudgetExceeded(message, None)
     if refused.resets_in_s is None:
         return BudgetExceeded(f"{message} It does not reset by itself: ask your admin to raise or reset it.", None)

@@ -5,6 +5,7 @@
     ├── BadRequest         400 the request is not valid, `param` names the field
     │   ├── BeyondChat     400 no chat completion can express the request
     │   └── ThreadUnsupported 400 a conversation that the provider would keep
+    ├── LoopRefused        400 the agent repeats itself
     ├── Unauthenticated    401
     ├── Forbidden          403 the key may not use this model
     ├── NotFound           404 an unknown model or route
@@ -241,6 +242,10 @@ def last_to_reset(errors: Iterable[ApiError]) -> ApiError | None:
     found = list(errors)
     budgets = [error for error in found if isinstance(error, BudgetExceeded)]
     return max(budgets, key=lambda error: error.resets_in_s) if budgets else next(iter(found), None)
+
+
+class LoopRefused(ClientError):
+    """The request is part of a loop, which `loops.action` refuses."""
 
 
 class NotCached(ClientError):

@@ -1,0 +1,75 @@
+"""Finds agents that repeat themselves: the same calls of tools with the same results, or the same request.
+
+It keeps no texts: a request's turns are its history, and of requests it counts digests. Invariants:
+requests without a session are never counted; a dialogue that a user's turn ends is no loop of tools.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from cache import Fingerprint
+from gateway.accounts import Identity, scope_of
+from gateway.journey.needs import session_of
+from gateway.journey.turn import Turn
+from gateway.settings import LoopSettings
+from gateway.wire.errors import LoopRefused, shown
+from policies.leased_limits import LocalRateLimits
+from policies.rate_limits import RateLimit
+
+TOOLS, REQUESTS = LOOPS = "repeated_tool_calls", "repeated_requests"
+
+
+class Loops:
+    """Looks for loops. One instance per worker, which counts its own requests."""
+
+    def __init__(self) -> None:
+        self._limits = LocalRateLimits()
+
+    def seen(self, settings: LoopSettings, turn: Turn, identity: Identity, fingerprint: Fingerprint) -> str:
+        """The loop that a request is part of, or empty. Raises LoopRefused where `settings` refuse it."""
+        most, per_min, loop = settings.tool_calls_max, settings.requests_per_min_max, ""
+        messages = turn.body.get("messages")
+        if most and isinstance(messages, list) and (names := repeated_calls(messages, most + 1)):
+            loop, times = TOOLS, most + 1
+            words = f"it called {names} with the same arguments and got the same results {times} times in a row"
+        elif per_min and turn.booked is None and (session := session_of(turn.body, turn.labels)):
+            limit = RateLimit(f"{session} {fingerprint.id}", "requests", per_min, 1)
+            if not self._limits.take(scope_of(identity.team.id), [limit]).is_allowed:
+                loop, words = REQUESTS, f"it has sent this same request more than {per_min} times within a minute"
+        if loop and settings.action == "refuse":
+            raise LoopRefused(
+                f"This run is in a loop: {words}. Stop here, and tell your user what you tried.", code=loop
+            )
+        return loop
+
+
+def repeated_calls(messages: Sequence[Any], times: int) -> str:
+    """The names of the tools that the last `times` rounds called, if their calls and their results were
+    the same in each and nothing came after them; else empty.
+    """
+    end, first = len(messages), None
+    for _ in range(times):
+        results = list(
+            takewhile(lambda turn: _role(turn) == "tool", reversed(messages[max(0, end - _RESULTS_MAX) : end]))
+        )
+        end -= len(results) + 1
+        calls = (
+            messages[end].get("tool_calls") if results and end >= 0 and _role(messages[end]) == "assistant" else None
+        )
+        if not isinstance(calls, list) or len(calls) != len(results):
+            return ""
+        said = [call.get("function") or call.get("custom") for call in calls if isinstance(call, dict)]
+        this = said, [result.get("content") for result in results]
+        if first is not None and this != first:
+            return ""
+        first = this
+    names = [f"`{shown(str(call.get('name')))}`" for call in (first or ([], []))[0] if isinstance(call, Mapping)]
+    return " and ".join(dict.fromkeys(names))
+
+
+_RESULTS_MAX = 128  # of one round
+
+
+def _role(turn: Any) -> Any:
+    return turn.get("role") if isinstance(turn, dict) else None
