@@ -314,7 +314,7 @@ class DeploymentSettings(_Section):
     identity_headers: dict[str, str] = {}
     """openai, anthropic: headers that tell an inference gateway in front of the servers whose a request
     is, each with the source of its value: `team` or `key` (an id), `user`, `session`
-    (the tag `session_id`, else `prompt_cache_key`, else a digest of the dialogue's first turn), or `tag:NAME`, a tag of the
+    (as budgets know it, else a digest of the dialogue's first turn), or `tag:NAME`, a tag of the
     request; such as `x-llm-d-inference-fairness-id: team`"""
     is_salted: bool = False
     """openai: send `cache_salt`, another one for each team, to a server that knows it (vLLM,

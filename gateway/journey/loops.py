@@ -4,8 +4,8 @@ It keeps no texts: a request's turns are its history, and of requests it counts 
 requests without a session are never counted; a dialogue that a user's turn ends is no loop of tools.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 from cache import Fingerprint
@@ -46,21 +46,22 @@ class Loops:
 
 def repeated_calls(messages: Sequence[Any], times: int) -> str:
     """The names of the tools that the last `times` rounds called, if their calls and their results were
-    the same in each and nothing came after them; else empty.
+    the same in each and nothing came after them; else empty. Turns between two rounds may be anyone's.
     """
     end, first = len(messages), None
     for _ in range(times):
-        results = list(
-            takewhile(lambda turn: _role(turn) == "tool", reversed(messages[max(0, end - _RESULTS_MAX) : end]))
-        )
-        end -= len(results) + 1
-        calls = (
-            messages[end].get("tool_calls") if results and end >= 0 and _role(messages[end]) == "assistant" else None
-        )
-        if not isinstance(calls, list) or len(calls) != len(results):
+        while first is not None and end and _role(messages[end - 1]) in _BETWEEN:  # as agents remind their models
+            end -= 1
+        contents = []
+        while end and _role(messages[end - 1]) == "tool":
+            end -= 1
+            contents.append(messages[end].get("content"))
+        end -= 1
+        calls = messages[end].get("tool_calls") if end >= 0 and _role(messages[end]) == "assistant" else None
+        if not isinstance(calls, list) or len(calls) != len(contents) or not calls:
             return ""
         said = [call.get("function") or call.get("custom") for call in calls if isinstance(call, dict)]
-        this = said, [result.get("content") for result in results]
+        this = said, [_VARYING.sub("", content) if isinstance(content, str) else content for content in contents]
         if first is not None and this != first:
             return ""
         first = this
@@ -68,7 +69,8 @@ def repeated_calls(messages: Sequence[Any], times: int) -> str:
     return " and ".join(dict.fromkeys(names))
 
 
-_RESULTS_MAX = 128  # of one round
+_VARYING = re.compile("^(Chunk ID|Wall time): .*\n", re.M)  # what Codex CLI 0.171.0 writes over each result
+_BETWEEN = ("user", "system", "developer")
 
 
 def _role(turn: Any) -> Any:

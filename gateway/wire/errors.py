@@ -18,6 +18,7 @@
     ├── StorageFull        507 no room on the disk for a file
     ├── RateLimited        429 with retry-after: a retry can succeed
     ├── BudgetExceeded     429 insufficient_quota, x-should-retry: false
+    │   └── SessionSpent   402 the same, of a session in total
     ├── NotCached          504 only-if-cached, and no cached answer
     ├── DeadlineExceeded   504 the client's deadline would pass first
     ├── Upstream           the failure of the last deployment tried
@@ -235,6 +236,12 @@ class BudgetExceeded(ApiError):
     def __init__(self, message: str, resets_in_s: float | None) -> None:
         super().__init__(message, headers=None if resets_in_s is None else retry_after(resets_in_s))
         self.resets_in_s = float("inf") if resets_in_s is None else resets_in_s
+
+
+class SessionSpent(BudgetExceeded):
+    """A session has no room in its total: agents that try again after any 429 stop at a 402."""
+
+    status = 402
 
 
 def last_to_reset(errors: Iterable[ApiError]) -> ApiError | None:

@@ -108,7 +108,7 @@ async def test_a_run_has_a_budget_under_the_name_that_its_rows_have(world: World
         how = {"model": "dear", "key": team.key, "path": f"/v1/{path}", "headers": headers, **body}
         assert (await world.ask(None, **how)).status == 200
         refused = await world.ask(None, **how)
-        assert (refused.status, refused.headers["x-should-retry"]) == (429, "false")
+        assert (refused.status, refused.headers["x-should-retry"]) == (402, "false")
         words = refused.error["message"]
         assert f"total budget of $0.004 for the session {path}: $0.00201 is spent" in words
         assert words.endswith("a new session has a budget of its own, and your admin can raise this one.")

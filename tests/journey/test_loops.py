@@ -38,11 +38,12 @@ SAME = [round_of(number, "no such file") for number in range(5)]
             5,
             "`bash`",
         ),
+        (dialogue(*(round_of(n, f"Chunk ID: 4{n}\nWall time: 0.{n} seconds\nhi") for n in range(5))), 5, "`bash`"),
         (dialogue(*SAME[:4], round_of(4, "another result")), 5, ""),
         (dialogue(*SAME[:4], round_of(4, "no such file", arguments="{}")), 5, ""),
         (dialogue(round_of(0, "first"), *SAME[1:]), 5, ""),
         (dialogue(*SAME, [{"role": "user", "content": "stop that"}]), 5, ""),
-        (dialogue(*SAME[:2], [{"role": "user", "content": "go on"}], *SAME[2:]), 5, ""),
+        (dialogue(*SAME[:2], [{"role": "user", "content": "go on"}], *SAME[2:]), 5, "`bash`"),
         (SAME[0][1:], 1, ""),
         ([None, "x", {"role": "tool"}, *SAME[0]], 2, ""),
         ([{"role": "assistant", "tool_calls": [7]}, {"role": "tool", "content": {}}], 1, ""),
@@ -50,7 +51,7 @@ SAME = [round_of(number, "no such file") for number in range(5)]
     ],
 )
 def test_equal_rounds_at_the_end_are_a_loop(messages: list[Any], times: int, names: str) -> None:
-    """Ids, words and thoughts may differ; another call, another result or a user's turn ends the row; no shape fails."""
+    """Ids, words and thoughts may differ; another call or result ends the row, and so does a user's last turn; no shape fails."""
     assert repeated_calls(messages, times) == names
 
 
