@@ -293,10 +293,10 @@ def _run(arguments: argparse.Namespace) -> int:
     environ |= dict.fromkeys(_MODELS, arguments.model) if arguments.model else {}
     program, *given = arguments.command
     if os.path.basename(program) == "codex":  # it reads no address from the environment
-        place = {"name": "Sameway", "base_url": f"{url}/v1", "env_key": "OPENAI_API_KEY", "wire_api": "responses"}
+        provider = {"name": "Sameway", "base_url": f"{url}/v1", "env_key": "OPENAI_API_KEY", "wire_api": "responses"}
         chosen = {"model_provider": "sameway"} | ({"model": arguments.model} if arguments.model else {})
-        place["http_headers.x-sameway-session"] = session
-        chosen |= {f"model_providers.sameway.{name}": value for name, value in place.items()}
+        provider["http_headers.x-sameway-session"] = session
+        chosen |= {f"model_providers.sameway.{name}": value for name, value in provider.items()}
         given = [*(part for name, value in chosen.items() for part in ("-c", f"{name}={json.dumps(value)}")), *given]
     elif os.path.basename(program) == "opencode":
         environ["OPENCODE_CONFIG_CONTENT"] = json.dumps(_opencode(url, key, session, listed, arguments.model))

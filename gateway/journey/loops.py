@@ -20,7 +20,7 @@ from policies.rate_limits import RateLimit
 TOOLS, REQUESTS = LOOPS = "repeated_tool_calls", "repeated_requests"
 
 
-class Loops:
+class LoopDetector:
     """Looks for loops. One instance per worker, which counts its own requests."""
 
     def __init__(self) -> None:
@@ -32,14 +32,14 @@ class Loops:
         messages = turn.body.get("messages")
         if most and isinstance(messages, list) and (names := repeated_calls(messages, most + 1)):
             loop, times = TOOLS, most + 1
-            words = f"it called {names} with the same arguments and got the same results {times} times in a row"
+            what = f"it called {names} with the same arguments and got the same results {times} times in a row"
         elif per_min and turn.booked is None and (session := session_of(turn.body, turn.labels)):
             limit = RateLimit(f"{session} {fingerprint.id}", "requests", per_min, 1)
             if not self._limits.take(scope_of(identity.team.id), [limit]).is_allowed:
-                loop, words = REQUESTS, f"it has sent this same request more than {per_min} times within a minute"
+                loop, what = REQUESTS, f"it has sent this same request more than {per_min} times within a minute"
         if loop and settings.action == "refuse":
             raise LoopRefused(
-                f"This run is in a loop: {words}. Stop here, and tell your user what you tried.", code=loop
+                f"This run is in a loop: {what}. Stop here, and tell your user what you tried.", code=loop
             )
         return loop
 
