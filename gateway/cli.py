@@ -309,7 +309,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _opencode(url: str, key: str, session: str, listed: dict[str, Any], model: str | None) -> dict[str, Any]:
     """The configuration that opencode reads from the environment (its documentation: "Config", "Providers")."""
     options = {"baseURL": f"{url}/v1", "apiKey": key, "headers": {"x-sameway-session": session}}
-    models = {each["id"]: {} for each in listed.get("data", [listed])}
+    models: dict[str, Any] = {each["id"]: {} for each in listed.get("data", [listed])}
     provider = {"npm": "@ai-sdk/openai-compatible", "name": "Sameway", "options": options, "models": models}
     chosen = dict.fromkeys(("model", "small_model"), f"sameway/{model}") if model else {}
     return {**chosen, "provider": {"sameway": provider}}
