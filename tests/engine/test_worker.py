@@ -309,7 +309,16 @@ async def test_garbage_closes_its_own_connection_only(worker: AsyncEngine, garba
     assert len(tokens_of([output async for output in running])) == 30
 
 
-@pytest.mark.parametrize("what", ["arrays 5,000 deep", "alignment in words", "an architecture of 2 MB", "no UTF-8"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "arrays 5,000 deep",
+        *(
+            pytest.param(what, marks=pytest.mark.long)
+            for what in ("alignment in words", "an architecture of 2 MB", "no UTF-8")
+        ),
+    ],
+)
 def test_a_hostile_file_ends_the_process_in_one_line(tmp_path: Path, what: str) -> None:
     """With status 78, which is not started again, and the reason beside the socket."""
     path = tmp_path / "model.gguf"
