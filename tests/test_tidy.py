@@ -52,11 +52,11 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 3730, "gateway/accounts": 3010, "gateway/admin": 3690, "gateway/alerts": 384, "gateway/api": 4330,
-    "gateway/backends": 3140, "gateway/batches": 1210, "gateway/deployments": 1920, "gateway/journey": 3300,
-    "gateway/learning": 1580, "gateway/reconcile": 610, "gateway/telemetry": 2200, "gateway/transport": 800,
+    "gateway": 3750, "gateway/accounts": 3010, "gateway/admin": 3690, "gateway/alerts": 384, "gateway/api": 4330,
+    "gateway/backends": 3140, "gateway/batches": 1210, "gateway/deployments": 1920, "gateway/journey": 3380,
+    "gateway/learning": 1580, "gateway/reconcile": 610, "gateway/telemetry": 2220, "gateway/transport": 800,
     "gateway/wire": 2230, "cache": 1120, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1330,
-    "cache/semantic": 1710, "cache/verdicts": 610, "cache/worker": 600, "policies": 2430, "local_engine": 2200,
+    "cache/semantic": 1710, "cache/verdicts": 610, "cache/worker": 600, "policies": 2440, "local_engine": 2200,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
     "local_engine/speculation": 300, "local_engine/text": 874, "local_engine/weights": 680, "ipc": 450,

@@ -271,6 +271,7 @@ _PRETTY_REST = (
     "error",
     "asked",
     "refusal",
+    "loop",
     "miss_reason",
     "similarity",
     "store",
