@@ -87,6 +87,7 @@ from gateway.settings import Settings
 from gateway.telemetry import logs
 from gateway.telemetry import metric_names as m
 from gateway.telemetry.health import HealthMonitor
+from gateway.telemetry.hosts import BEAT_S, Hosts
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.stats import Stats
 from gateway.telemetry.traces import Traces
@@ -337,7 +338,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     fleet = await _open_fleet(settings, accounts, semantic, stack)
     metrics.current = lambda: {**fleet.labels(), "team": accounts.team_names}
     hits = HitsWriter(ledger, (stats := Stats(link, time.time)).take_hits)
-    stack.push_async_callback(_last_flush, stats, hits)
+    stack.push_async_callback(_last_flush, stats, hits, hosts := Hosts(settings, link))
     emit = _emitter(settings, log, metrics, stats, _open_traces(settings, fleet, metrics, stack))
     limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
     learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, fleet)
@@ -381,6 +382,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
         reports=learning.reports,
         truth=learning.truth,
         certificates=learning.certificates,
+        hosts=hosts,
         deployments=lambda: deployments_of(fleet),
         healths=watch.parts,
         version=VERSION,
@@ -601,7 +603,8 @@ def _loops(parts: WorkerParts) -> dict[str, tuple[object, Loop]]:
         "last_used": lambda: _every(30.0, parts.accounts.save_last_used),
         "ledger": parts.writer.run,
         "money": parts.money.keep,
-        "stats": lambda: _every(1.0, parts.stats.flush),
+        "hosts": lambda: _every(BEAT_S, parts.hosts.beat),
+        "stats": lambda: _every(0.5, parts.stats.flush),
         "hits": lambda: _every(_HITS_EVERY_S, parts.hits.flush),
         "touches": lambda: _every(1.0, parts.exact.flush_touches),
         "claims": lambda: _every(1.0, parts.exact.renew_claims),
@@ -694,9 +697,10 @@ def _told(chunks: Sequence[Chunk]) -> str:
         return b"\n".join(chunk.data for chunk in chunks).decode("utf-8", "replace")
 
 
-async def _last_flush(stats: Stats, hits: HitsWriter) -> None:
+async def _last_flush(stats: Stats, hits: HitsWriter, hosts: Hosts) -> None:
     try:
         await stats.flush()
+        await hosts.leave()
     except RedisError as error:
         _log.warning("stats_not_flushed", reason=str(error))
     try:

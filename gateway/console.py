@@ -26,7 +26,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-NOUNS = ("teams", "keys", "budgets", "spend", "ledger", "requests", "cache", "deployments", "batches", "audit")
+NOUNS = ("teams", "keys", "budgets", "spend", "ledger", "requests", "cache", "deployments", "hosts", "batches", "audit")
 USAGE = "[VERB] [ID] [--FIELD VALUE ...] [--json] [--url URL] [--help]"
 _OTHERS = {"spend": ("ledger", "sums"), "requests": ("routes", "list")}
 _VERBS = {"GET": "show", "PATCH": "update", "DELETE": "delete", "POST": "act"}
@@ -274,13 +274,19 @@ def _cells(fields: dict[str, Any], before: str = "") -> dict[str, str]:
 
 
 def _table(rows: list[dict[str, str]], title: str) -> Iterator[str]:
-    """The columns that fit the terminal, in the order of the API; those that say nothing are left out."""
+    """The columns that fit the terminal, in the order of the API; those that say nothing are left out, and
+    those that say the same of all rows yield to others. A single row that does not fit is listed.
+    """
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
     widths = {name: max(len(name), *(len(row.get(name, "")) for row in rows)) for name in names}
-    left, shown = shutil.get_terminal_size((160, 24)).columns, list[str]()
-    for name in names:
+    left, taken = shutil.get_terminal_size((160, 24)).columns, set[str]()
+    if len(rows) == 1 and sum(widths.values()) + 2 * len(names) > left + 2:
+        yield title + "\n".join(f"{name}  {rows[0][name]}" for name in names if rows[0].get(name))
+        return
+    for name in sorted(names, key=lambda name: len({row.get(name) for row in rows}) == 1):
         left -= widths[name] + 2
-        shown += [name] if left >= 0 or not shown else []
+        taken |= {name} if left >= 0 or not taken else set()
+    shown = [name for name in names if name in taken]
     for row in [dict(zip(shown, shown, strict=True)), *rows]:
         yield title + "  ".join(row.get(name, "").ljust(widths[name]) for name in shown).rstrip()
         title = ""

@@ -371,7 +371,8 @@ class Breaker:
 
 class Health:
     """The breakers of one deployment: a shared breaker for each operation and model, and one for
-    each caller who failed there.
+    each caller who failed there. `beside` is the same deployment's for other calls: it learns of
+    successes alone, as calls that it accepted.
 
     Its methods correspond to a `Breaker`'s, with the call's asker as the argument.
     """
@@ -381,10 +382,13 @@ class Health:
         clock: Callable[[], float] = time.monotonic,
         random: Callable[[], float] = random.random,
         limits: BreakerLimits | None = None,
+        *,
+        beside: Health | None = None,
     ) -> None:
         self.clock = clock
         self._random = random
         self._limits = limits
+        self._beside = beside
         self.breakers: dict[str, Breaker] = {}  # by scope, or by scope and caller
 
     def breaker(self, path: str) -> Breaker:
@@ -450,6 +454,8 @@ class Health:
             for path, breaker in self.breakers.items():
                 if path.startswith(f"{asker.scope} "):
                     breaker.reset()
+        if self._beside is not None:
+            self._beside.accepted(asker)
 
     def accepted(self, asker: Asker) -> None:
         """Report that the deployment answers a still running call: it denies none now, and has room."""

@@ -57,7 +57,7 @@ async def back_up(database: Database, data_dir: Path, config: Path | None, path:
                 archive.write(config, _CONFIG)
         draft.rename(path)
     except BaseException:
-        draft.unlink()
+        draft.unlink(missing_ok=True)
         raise
     return manifest
 

@@ -17,6 +17,7 @@ from gateway.admin.guard import Acting
 from gateway.admin.parts import WorkerParts
 from gateway.admin.queries import Id
 from gateway.journey.budget_words import amount_words
+from gateway.telemetry.summary import StatsWindow
 from policies import Budget
 from policies.holds import BudgetState
 from policies.pace import pace_of
@@ -106,11 +107,19 @@ def holds(parts: WorkerParts) -> list[models.HoldOut]:
 
 
 async def budgets(
-    parts: WorkerParts, team_id: int | None = None, among: Collection[int] | None = None
+    parts: WorkerParts,
+    team_id: int | None = None,
+    among: Collection[int] | None = None,
+    *,
+    is_paced: bool = True,
 ) -> list[models.BudgetOut]:
-    """All budgets, or those of one team or of the teams `among`, with their current use; without it while Redis is away."""
+    """All budgets, or those of one team or of the teams `among`, with their current use; without it while Redis is away.
+
+    `is_paced`: those of a team's money have the rate of the last 24 hours.
+    """
     known = await parts.accounts.list_budgets(team_id)
-    return await _in_use(parts, [budget for budget in known if among is None or budget.team_id in among])
+    shown = [budget for budget in known if among is None or budget.team_id in among]
+    return await _in_use(parts, shown, is_paced=is_paced)
 
 
 async def _live(parts: WorkerParts, budget_id: int) -> models.BudgetOut:
@@ -126,14 +135,25 @@ async def _definition(parts: WorkerParts, budget_id: int) -> Budget:
     raise accounts.DoesNotExist(f"there is no budget {budget_id}")
 
 
-async def _in_use(parts: WorkerParts, known: Sequence[Budget]) -> list[models.BudgetOut]:
-    needed = holds(parts)
+async def _in_use(parts: WorkerParts, known: Sequence[Budget], *, is_paced: bool = True) -> list[models.BudgetOut]:
+    needed, days = holds(parts), dict[int, int]()
     try:
         states: Sequence[BudgetState | None] = await parts.budgets.spent(known)
+        if is_paced and any(map(_is_money, known)):
+            by_team = (await parts.stats.query(StatsWindow.DAY)).by_team
+            days = {team_id: tally.cost_microusd for team_id, tally in by_team.items()}
     except RedisError:
         states = [None] * len(known)
     at_ms = int(parts.clock() * 1000)
-    return [_out(budget, state, needed, at_ms) for budget, state in zip(known, states, strict=True)]
+    return [
+        _out(budget, state, needed, at_ms, days.get(budget.team_id) if _is_money(budget) else None)
+        for budget, state in zip(known, states, strict=True)
+    ]
+
+
+def _is_money(budget: Budget) -> bool:
+    """Whether it is on all the money of a team, which the statistics have too."""
+    return budget.unit is Unit.MONEY and budget.axis == "team"
 
 
 def fields_of(body: models.BudgetIn) -> dict[str, Any]:
@@ -153,7 +173,9 @@ def name_of(state: BudgetState) -> str | None:
     return None if state.value == "*" else state.value[1:]
 
 
-def _out(budget: Budget, state: BudgetState | None, needed: Sequence[models.HoldOut], at_ms: int) -> models.BudgetOut:
+def _out(
+    budget: Budget, state: BudgetState | None, needed: Sequence[models.HoldOut], at_ms: int, last_day: int | None
+) -> models.BudgetOut:
     """A budget with its current use, as the API shows it."""
     is_money, limit = budget.unit is Unit.MONEY, budget.limit_at(at_ms)
     small = [hold.model for hold in needed if hold.microusd > limit] if budget.is_hard and is_money else []
@@ -167,9 +189,15 @@ def _out(budget: Budget, state: BudgetState | None, needed: Sequence[models.Hold
     }
     if state is None:
         return models.BudgetOut.of(budget, **terms)
-    pace, remaining = pace_of(state, at_ms), max(0, limit - state.spent - state.held)
+    pace, remaining = pace_of(state, at_ms, last_day), max(0, limit - state.spent - state.held)
     end_ms = None if budget.rolling_s else state.window.end_ms
-    money = {"spent_microusd": state.spent, "held_microusd": state.held, "remaining_microusd": remaining}
+    money = {
+        "spent_microusd": state.spent,
+        "held_microusd": state.held,
+        "remaining_microusd": remaining,
+        "per_day_microusd": None if pace.per_day is None else round(pace.per_day),
+        "projected_microusd": None if pace.projected is None else round(pace.projected),
+    }
     return models.BudgetOut.of(
         budget,
         state,

@@ -122,6 +122,13 @@ def moment(at_s: float) -> Markup:
     )
 
 
+def clock(at_s: float, now_s: float) -> Markup:
+    """The time of day in UTC, or of another day the date and the minute."""
+    at = datetime.fromtimestamp(at_s, UTC)
+    text = f"{at:%H:%M:%S}" if at.date() == datetime.fromtimestamp(now_s, UTC).date() else f"{at:%d %b %H:%M}"
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(at.isoformat(), utc(at_s), text)
+
+
 def ago(at_s: float | None, now_s: float) -> Markup | str:
     """The distance to now, with the moment as its title: of the past its largest unit, of the future two."""
     if at_s is None:

@@ -56,6 +56,7 @@ class Pages:
         for name, function in inspect.getmembers(fmt, inspect.isfunction):
             self.templates.filters[name] = function
         self.templates.filters["ago"] = lambda at_s: fmt.ago(at_s, self._clock())
+        self.templates.filters["clock"] = lambda at_s: fmt.clock(at_s, self._clock())
         self.templates.globals.update(form="", problem="", values={}, new_key=None, purge=None, tried=None)
         self.templates.filters["words"] = lambda text: str(text).replace("_", " ").replace("-", " ")
 

@@ -21,6 +21,7 @@ from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Claim, Hedged, Rejection, Seam
 from gateway.journey.record import FIELDS, Record, Stage
 from gateway.learning.reports import ReportOutcome
+from gateway.telemetry.hosts import Host
 from gateway.telemetry.parts import GatewayPart
 from gateway.telemetry.summary import Percentiles, StatsWindow
 from local_engine import EngineLoad
@@ -258,7 +259,12 @@ class BudgetOut(BudgetTerms):
     held_microusd: int | None = None
     remaining_microusd: int | None = None
     resets_at_s: float | None = None
-    per_day: float | None = Field(None, description="the use of a day at the window's rate so far")
+    per_day: float | None = Field(
+        None, description="the use of a day: of a team's money in longer windows that of the last 24 h, else as so far"
+    )
+    projected: float | None = Field(None, description="the use at the window's end at that rate")
+    per_day_microusd: int | None = None
+    projected_microusd: int | None = None
     used_up_at_s: float | None = Field(None, description="when it is used up at that rate; null: not in this window")
     too_small_for: list[str] = Field([], description="models of which a short question without `max_tokens` is refused")
 
@@ -431,7 +437,8 @@ taken) or `failed` (any other 5xx, and a 424).""",
 ]
 
 
-RoutesOut = Annotated[_Values, _Flat("RoutesOut", routes=list[_Route], cursor=str | None)]
+_Newest = Annotated[str, Field(description="for `after`: later requests than all that are known now")]
+RoutesOut = Annotated[_Values, _Flat("RoutesOut", routes=list[_Route], cursor=str | None, newest=_Newest)]
 
 
 _LedgerRow = Annotated[
@@ -585,6 +592,12 @@ class Problem:
 
 
 _Problem = Annotated[Problem, _Flat("ProblemOut", Problem.__doc__, only="is_urgent message href")]
+
+
+_Host = Annotated[
+    Host, _Flat("HostOut", Host.__doc__, only="name workers versions configs serves_s silent_s is_here is_away")
+]
+HostsOut = Annotated[_Values, _Flat("HostsOut", hosts=list[_Host])]
 
 
 class StatusOut(_Out):

@@ -90,6 +90,7 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
                 alias: [view for view in views_of_deployments if view.alias == alias]
                 for alias in dict.fromkeys(view.alias for view in views_of_deployments)
             },
+            hosts=await views.or_none(parts.hosts.all()),
             parts=[part for part in parts.healths() if part.name not in {view.name for view in views_of_deployments}],
             **form,
         )
@@ -121,20 +122,19 @@ def charts_of(stats: StatsOut | None) -> dict[str, Any]:
 
 def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     @router.get("/requests")
-    async def requests(request: Request, cursor: str = "") -> Response:
+    async def requests(request: Request, cursor: str = "", after: str = "") -> Response:
+        """The page, or only the list of those that came `after`."""
         where = _route_filter(request)
-        page = await views.routes(parts, where, cursor, _ROUTES_PER_PAGE)
+        shown = await _shown_routes(parts, request, where, cursor, after)
+        if after:
+            return pages.render(request, "routes.html", **shown)
         return pages.render(
             request,
             "requests.html",
-            routes=page["routes"],
-            older=with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
-            where=where,
+            **shown,
             is_filtered=where != RouteFilter(),
             choices=await views.route_choices(parts),
             models=parts.settings.names,
-            prices={one.name: one for one in parts.deployments()},
-            advice={reason: misses.CAUSES[cause] for reason, cause in misses.CAUSE_OF.items()},
         )
 
     @router.get("/savings")
@@ -190,6 +190,21 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         )
 
 
+async def _shown_routes(
+    parts: AdminParts, request: Request, where: RouteFilter, cursor: str, after: str
+) -> dict[str, Any]:
+    """The values of the list of requests."""
+    page = await views.routes(parts, where, cursor, after, _ROUTES_PER_PAGE)
+    return {
+        "routes": page["routes"],
+        "newest": page["newest"],
+        "older": with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
+        "where": where,
+        "prices": {one.name: one for one in parts.deployments()},
+        "advice": {reason: misses.CAUSES[cause] for reason, cause in misses.CAUSE_OF.items()},
+    }
+
+
 def _route_filter(request: Request) -> RouteFilter:
     """The filter in the query; unknown values filter nothing."""
     query = request.query_params
@@ -226,7 +241,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
             name=name,
             more=with_query(request, {"cursor": str(shown[-1].id)}) if len(page) > len(shown) else None,
             holds=budgets.holds(parts),
-            tallies={tally.team_id: tally for tally in stats.by_team} if stats is not None else {},
+            tallies={tally.team_id: tally for tally in stats.by_team} if stats is not None else None,
             **form,
         )
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gateway.learning.reports import Reports
     from gateway.reload import Configuration
     from gateway.settings import Settings
+    from gateway.telemetry.hosts import Hosts
     from gateway.telemetry.measured_error import Certificates, MeasuredErrors
     from gateway.telemetry.parts import GatewayPart
     from gateway.telemetry.stats import Stats
@@ -64,6 +65,7 @@ class AdminParts:
     fleet: Fleet
     shared_health: SharedHealth
     certificates: Certificates
+    hosts: Hosts
     deployments: Callable[[], Sequence[DeploymentOut]]
     healths: Callable[[], Sequence[GatewayPart]]  # deployments may be among them
     version: str

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 
 from gateway.admin.format import amount, window
 from gateway.admin.models import BudgetOut, DeploymentOut, Problem
+from gateway.telemetry.hosts import Host
 from gateway.telemetry.measured_error import LiveError
 from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.telemetry.summary import Summary
@@ -27,6 +28,7 @@ def problems(
     truths: Sequence[LiveError] = (),
     unverified: Sequence[str] = (),
     refused: str = "",
+    hosts: Sequence[Host] = (),
 ) -> list[Problem]:
     """All current problems; empty when all is well.
 
@@ -42,6 +44,7 @@ def problems(
         *_of_refusals(team_names, last_hour),
         *_of_truth(truths),
         *(Problem(line, _DEPLOYMENTS) for line in unverified),
+        *_of_hosts(hosts),
     ]
     return sorted(current, key=lambda problem: not problem.is_urgent)
 
@@ -57,6 +60,19 @@ def _of_parts(parts: Sequence[GatewayPart], deployment_names: Set[str]) -> list[
         for part in parts
         if part.health is not PartHealth.OK and part.name not in deployment_names
     ]
+
+
+def _of_hosts(hosts: Sequence[Host]) -> Iterator[Problem]:
+    """Hosts that serve another version or configuration than this one; the page shows which."""
+    for here in (host for host in hosts if host.is_here):
+        for host in (host for host in hosts if not host.is_away):
+            for what, its, ours in (
+                ("version", host.versions, here.versions),
+                ("configuration", host.configs, here.configs),
+            ):
+                if not set(its) & set(ours):
+                    message = f"The host {host.name} has another {what} ({', '.join(its)}) than this one"
+                    yield Problem(f"{message} ({', '.join(ours)})", f"{_DEPLOYMENTS}#hosts")
 
 
 def _of_deployments(deployments: Sequence[DeploymentOut], starting: Set[str]) -> Iterator[Problem]:

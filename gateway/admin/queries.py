@@ -35,6 +35,12 @@ Moment = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False, description=
 Label = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f]*$")]
 # the views check these, with better words
 RoutesCursor = Annotated[str, Field(json_schema_extra={"pattern": ROUTES_CURSOR}, description="of an earlier page")]
+RoutesAfter = Annotated[
+    str,
+    Field(
+        json_schema_extra={"pattern": ROUTES_CURSOR}, description="an earlier answer's `newest`: only what came later"
+    ),
+]
 LedgerCursor = Annotated[str, Field(json_schema_extra={"pattern": f"^{CURSOR}$"}, description="of an earlier page")]
 _group = f"({'|'.join(GROUPS)})"
 Groups = Annotated[str, Field(pattern=f"^({_group}(,{_group}){{0,7}})?$", description="such as `team,user`")]

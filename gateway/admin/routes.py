@@ -119,6 +119,7 @@ def _add_machine(api: APIRouter) -> None:
     api.get("/batches")(views.batches)
     api.post("/batches/{batch_id}/cancel")(operations.cancel_batch)
     api.get("/status")(views.status)
+    api.get("/hosts")(views.hosts)
     api.get("/deployments")(views.deployments)
     api.post("/deployments/try")(operations.try_deployment)
     api.post("/deployments/{act}")(operations.act)

@@ -31,6 +31,7 @@ from gateway.admin.queries import (
     LedgerRows,
     Limit,
     Routes,
+    RoutesAfter,
     RoutesCursor,
     Whole,
 )
@@ -124,10 +125,13 @@ async def or_none(reading: Awaitable[_T]) -> _T | None:
         return None
 
 
-async def routes(parts: WorkerParts, where: Routes, cursor: RoutesCursor = "", limit: Limit = 50) -> models.RoutesOut:
+async def routes(
+    parts: WorkerParts, where: Routes, cursor: RoutesCursor = "", after: RoutesAfter = "", limit: Limit = 50
+) -> models.RoutesOut:
     """The latest requests, newest first, each with the winner, why, each rejection and each attempt."""
     _check_cursor(cursor)
-    return _routes(await parts.stats.routes(where.matches, before=cursor, limit=limit))
+    _check_cursor(after, "after")
+    return _routes(await parts.stats.routes(where.matches, before=cursor, after=after, limit=limit))
 
 
 async def near_misses(
@@ -138,9 +142,9 @@ async def near_misses(
     return _routes(await parts.stats.near_misses(where.matches, before=cursor, limit=limit))
 
 
-def _check_cursor(cursor: str) -> None:
+def _check_cursor(cursor: str, name: str = "cursor") -> None:
     if not re.search(ROUTES_CURSOR, cursor):
-        raise accounts.Invalid("cursor", "expected one that an earlier page gave")
+        raise accounts.Invalid(name, "expected one that an earlier page gave")
 
 
 _DEFAULTS = {name: field.default for name, field in FIELDS.items() if field.default is not msgspec.NODEFAULT}
@@ -157,7 +161,7 @@ def _routes(page: Page) -> models.RoutesOut:
         }
         for record in page.records
     ]
-    return {"routes": routes, "cursor": page.cursor}
+    return {"routes": routes, "cursor": page.cursor, "newest": page.newest}
 
 
 async def ledger(
@@ -286,9 +290,14 @@ def batch_out(batch: Batch, teams: Sequence[Team]) -> models.BatchOut:
     return models.BatchOut.of(batch, team=next((team.name for team in teams if team.id == batch.team_id), ""))
 
 
+async def hosts(parts: WorkerParts) -> models.HostsOut:
+    """The hosts of this Redis: their workers, versions and digests of their configurations, and since when they are silent."""
+    return {"hosts": await parts.hosts.all()}
+
+
 async def status(parts: WorkerParts) -> models.StatusOut:
     """Every part's health, and what deserves a look."""
-    healths, live = parts.healths(), await budgets.budgets(parts)
+    healths, live = parts.healths(), await budgets.budgets(parts, is_paced=False)
     summary = await or_none(parts.stats.query(StatsWindow.HOUR))
     names = {team.id: team.name for team in await parts.accounts.list_teams()}
     return models.StatusOut(
@@ -304,6 +313,7 @@ async def status(parts: WorkerParts) -> models.StatusOut:
             truths=parts.truth.live,
             unverified=[verifier.line for verifier in assigned(parts.settings) if not verifier.deployment],
             refused=parts.configuration.refused,
+            hosts=await or_none(parts.hosts.all()) or (),
         ),
     )
 

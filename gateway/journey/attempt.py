@@ -259,12 +259,13 @@ class UpstreamCall(msgspec.Struct, frozen=True, eq=False):
             deployment.health.cancelled(asker)  # a bug here is no failure of the deployment
             progress.leave()
             raise
+        else:
+            progress.complete()
+            deployment.succeeded(progress, self.demand, asker)
         finally:
             try:
                 await answer.aclose()
             finally:
                 deployment.answers.discard(answer)
                 deployment.end(flight.generation.identity.team.id if flight is not None else 0)
-        progress.complete()
-        deployment.succeeded(progress, self.demand, asker)
         return None

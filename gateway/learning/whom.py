@@ -3,7 +3,7 @@ cheapest deployment of the alias's own that can chat.
 
 Knows no questions. Invariants: a question would delay no client's request, as far as this worker
 sees; those who are asked have breakers, estimates and slots of their own, and no fallbacks: no
-other deployment sees a question.
+other deployment sees a question. An answered question shows that its deployment answers.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ class Whom:
                 dataclasses.replace(
                     deployment,
                     settings=deployment.settings.model_copy(update=_IN_TIME),
-                    health=Health(time.monotonic, self._random),
+                    health=Health(time.monotonic, self._random, beside=deployment.health),
                     estimate=Estimate(time.monotonic),
                     slots=Slots(_AT_ONCE, 0),
                 )

@@ -1,6 +1,6 @@
 """Statistics of recent traffic: counts in Redis by minute, hour and day, and the latest requests.
 
-Each worker sums records in memory, once for each minute, and sends its sums to Redis once a second:
+Each worker sums records in memory, once for each minute, and sends its sums to Redis twice a second:
 one script adds them to the minute, its hour and its day. A query adds the buckets of its window.
 Knows no SQL; the ledger, not this, defines the spend, and a worker that is killed loses a second of
 statistics. Team ids and model aliases must come from the configuration, never from a request: each
@@ -38,7 +38,7 @@ _NEAR_KEY = "sameway:near"
 _ROUTES_MAX = 2_000
 _NEAR_MAX = 1_000
 _TOGETHER_MAX = 1_000  # records that are summed at once
-_LATEST_PER_FLUSH = 100  # records that a worker keeps of each second, the newest ones
+_LATEST_PER_FLUSH = 100  # records that a worker keeps of each half second, the newest ones
 _PARTS_MAX = 2_000  # sums of hits by key, user and tags until the ledger has them; further ones are by key
 _UNSENT_MAX = 180  # minutes kept while Redis is away; drops the oldest
 _READ_AHEAD = 200  # entries of a stream in one reply
@@ -56,7 +56,7 @@ _LOG = """
 for i = 2, #ARGV do redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', 'r', ARGV[i]) end
 return 1
 """
-_LATEST = "return redis.call('XREVRANGE', KEYS[1], ARGV[1], '-', 'COUNT', ARGV[2])"
+_LATEST = "return redis.call('XREVRANGE', KEYS[1], ARGV[1], ARGV[2], 'COUNT', ARGV[3])"
 
 _encoder = msgspec.msgpack.Encoder()
 _read = reader(msgspec.msgpack.Decoder(dict[str, Any]))
@@ -116,10 +116,13 @@ _CHECKED_HOURS = 24  # that the measured error looks back
 
 
 class Page(msgspec.Struct, frozen=True):
-    """Some of the latest records, the newest first."""
+    """Some of the latest records, the newest first. `newest` is the place of the newest of all, those
+    that do not match included; empty without any.
+    """
 
     records: tuple[Record, ...]
     cursor: str | None  # of the next page; None if this is the last
+    newest: str
 
 
 def _reader(name: str) -> Callable[[Record], Any]:
@@ -411,19 +414,27 @@ class Stats:
         self._gather()
         return next((record for record in reversed(self._routes) if matches(record)), None)
 
-    async def routes(self, matches: Callable[[Record], bool], *, before: str = "", limit: int = 50) -> Page:
-        """The latest requests that match, the newest first; `before` is the previous page's cursor."""
-        return await self._latest(_ROUTES_KEY, matches, before, limit)
+    async def routes(
+        self, matches: Callable[[Record], bool], *, before: str = "", after: str = "", limit: int = 50
+    ) -> Page:
+        """The latest requests that match, the newest first; `before` is the previous page's cursor,
+        `after` an earlier page's `newest`.
+        """
+        return await self._latest(_ROUTES_KEY, matches, before, limit, after)
 
     async def near_misses(self, matches: Callable[[Record], bool], *, before: str = "", limit: int = 50) -> Page:
         """The latest misses with a similarity of NEAR_SIMILARITY_MIN or more, the newest first."""
         return await self._latest(_NEAR_KEY, matches, before, limit)
 
-    async def _latest(self, key: str, matches: Callable[[Record], bool], before: str, limit: int) -> Page:
+    async def _latest(
+        self, key: str, matches: Callable[[Record], bool], before: str, limit: int, after: str = ""
+    ) -> Page:
         records: list[Record] = []
-        cursor = before
+        cursor, newest, oldest = before, after, f"({after}" if after else "-"
         while True:
-            reply = await self._redis.eval(_LATEST, 1, key, f"({cursor}" if cursor else "+", _READ_AHEAD)
+            reply = await self._redis.eval(_LATEST, 1, key, f"({cursor}" if cursor else "+", oldest, _READ_AHEAD)
+            if reply and not cursor:
+                newest = reply[0][0].decode()
             for entry_id, (_, data) in reply:
                 cursor = entry_id.decode()
                 try:
@@ -433,9 +444,9 @@ class Stats:
                 if matches(record):
                     records.append(record)
                     if len(records) == limit:
-                        return Page(tuple(records), cursor)
+                        return Page(tuple(records), cursor, newest)
             if len(reply) < _READ_AHEAD:
-                return Page(tuple(records), None)
+                return Page(tuple(records), None, newest)
 
 
 def _is_near(record: Record) -> bool:

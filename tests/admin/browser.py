@@ -57,12 +57,16 @@ class Visitor:
         self.complaints: list[str] = []
         page.on("console", self._on_console)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("requestfailed", lambda request: self.complaints.append(f"failed: {request.url}"))
+        page.on("requestfailed", self._on_failure)
         page.on("response", self._on_response)
 
     def _on_console(self, message: Any) -> None:
         if message.type in ("error", "warning"):
             self.complaints.append(message.text)
+
+    def _on_failure(self, request: Any) -> None:
+        if request.failure != "net::ERR_ABORTED":  # by the way to another page
+            self.complaints.append(f"failed: {request.url}")
 
     def _on_response(self, response: Any) -> None:
         if not response.url.startswith(self.base):

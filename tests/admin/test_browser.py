@@ -3,6 +3,7 @@ and forms do what they say."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,25 +11,12 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from cache import Purge
+from gateway.journey.record import Record
 from tests.admin.browser import Visitor, chromium, serving, visiting
 from tests.admin.seed import seed
-from tests.admin.world import NOW_S, World, open_world
-from tests.telemetry.records import hit
-
-PAGES = (
-    "",
-    "/requests",
-    "/teams",
-    "/savings",
-    "/cache",
-    "/deployments",
-    "/models",
-    "/batches",
-    "/ledger",
-    "/audit",
-    "/playground",
-    "/login",
-)
+from tests.admin.world import NOW_S, PAGES, World, open_world
+from tests.telemetry.records import hit, miss
 
 
 @pytest.fixture
@@ -45,7 +33,7 @@ async def test_pages_render_clean_at_three_widths_and_in_both_schemes(world: Wor
         for width, scheme in ((1280, "light"), (820, "light"), (390, "dark")):
             async with visiting(browser, base, width, color_scheme=scheme) as visitor:
                 await visitor.log_in()
-                for page in (*PAGES, f"/teams/{ids['search']}", f"/teams/{ids['batch jobs']}"):
+                for page in (*PAGES, "/login", f"/teams/{ids['search']}", f"/teams/{ids['batch jobs']}"):
                     assert await visitor.open(f"/admin{page}") == 200
                     await visitor.page.evaluate(
                         "document.querySelectorAll('details').forEach((one) => one.open = true)"
@@ -94,7 +82,7 @@ async def test_a_new_admin_makes_a_team_a_budget_and_a_key(world: World) -> None
         assert visitor.complaints == []
 
 
-async def test_a_purge_asks_first(world: World) -> None:
+async def test_a_purge_asks_first_and_an_import_shows_its_result(world: World) -> None:
     """What would go is shown, nothing goes before the second button, and then exactly that is gone."""
     team_id = (await world.accounts.create_team("search")).id
     await world.cache_answer(team_id, "What is the capital of France?")
@@ -116,39 +104,69 @@ async def test_a_purge_asks_first(world: World) -> None:
         await page.get_by_role("button", name="Try", exact=True).click()
         await page.locator("#try").get_by_text("not similar enough").first.wait_for()
         assert "How tall is the Eiffel tower?" in await page.locator("#try").inner_text()
+
+        asked = {"model": world.admin.settings.names[0], "messages": [{"role": "user", "content": "When do you open?"}]}
+        blank = b" " * (100 << 10)  # so many of them are two portions
+        lines = [*([blank] * 60), json.dumps({"request": asked, "answer": "At nine."}).encode(), b"{}"]
+        await page.get_by_label("File").set_input_files(
+            {"name": "answers.jsonl", "mimeType": "application/x-ndjson", "buffer": b"\n".join(lines)}
+        )
+        await page.get_by_role("button", name="Import").click()
+        await page.get_by_text("62 lines: 1 stored, 0 there already, 1 refused.").wait_for()
+        assert "Line 62: expected `entry`" in await page.locator("#import").inner_text()
+        stored = [entry async for entries in world.exact.entries(Purge()) for entry in entries]
+        assert sorted(entry.is_curated for entry in stored) == [False, True]
         assert visitor.complaints == []
 
 
-async def test_the_overview_follows_without_a_reload(world: World) -> None:
-    """New requests show by themselves, what was opened stays open, and a lost session leads to the door."""
+async def test_requests_come_by_themselves_and_disturb_nothing(world: World) -> None:
+    """A new request is in front at once if the filters match; what is open, focused and selected stays; a pause holds what comes;
+    a lost session leads to the door."""
     async with serving(world) as base, chromium() as browser, visiting(browser, base) as visitor:
         page = visitor.page
         await visitor.log_in()
+        await visitor.open("/admin/requests?cache=exact")
+        await page.get_by_text("No recent request matches.").wait_for()
         await _count_one(world, "req_first")
-        await visitor.open("/admin/requests")
         await page.locator("#route-req_first summary").click()
+        await page.evaluate("getSelection().selectAllChildren(document.querySelector('#route-req_first code'))")
+        await _count_one(world, "req_other", miss(at_s=NOW_S, request_id="req_other"))
         await _count_one(world, "req_second")
-        await page.evaluate("refresh()")
         await page.locator("#route-req_second").wait_for()
+        assert await page.locator("#routes > *").evaluate_all("(rows) => rows.map((row) => row.id)") == [
+            "route-req_second",
+            "route-req_first",
+        ]
         assert await page.locator("#route-req_first").get_attribute("open") is not None
+        assert await page.evaluate("document.activeElement.closest('details').id") == "route-req_first"
+        assert await page.evaluate("getSelection().toString()") == "req_first"
+        await page.get_by_role("button", name="Pause").click()
+        await _count_one(world, "req_third")
+        await page.evaluate("tail()")
+        assert await page.locator("#route-req_third").count() == 0
+        await page.get_by_role("button", name="Go on").click()
+        await page.locator("#route-req_third").wait_for()
         world.now_s += 13 * 3_600
-        await page.evaluate("refresh()")
         await page.wait_for_url(re.compile("/admin/login"))
 
 
 async def test_requests_keep_their_durations_on_a_phone(world: World) -> None:
-    """At 420 px each request shows how long it took, without a scroll bar."""
-    world.stats.add(hit(at_s=NOW_S, request_id="req_first", duration_ms=1_234.0))
-    await world.stats.flush()
+    """At 420 px each request shows how long it took, without a scroll bar, and the empty pages fit and exclude nobody."""
     async with serving(world) as base, chromium() as browser, visiting(browser, base, width=420) as visitor:
         await visitor.log_in()
-        await visitor.open("/admin/requests")
+        for page in ("", "/requests"):
+            await visitor.open(f"/admin{page}")
+            assert await visitor.overflow_px() <= 0
+            assert await visitor.barriers() == []
+        world.stats.add(hit(at_s=NOW_S, request_id="req_first", duration_ms=1_234.0))
+        await world.stats.flush()
+        await visitor.page.locator("#route-req_first").wait_for()
         assert await visitor.page.locator("#route-req_first summary").get_by_text("1.2 s", exact=True).is_visible()
         assert await visitor.overflow_px() <= 0
 
 
-async def _count_one(world: World, request_id: str) -> None:
-    world.stats.add(hit(at_s=NOW_S, request_id=request_id))
+async def _count_one(world: World, request_id: str, record: Record | None = None) -> None:
+    world.stats.add(record or hit(at_s=NOW_S, request_id=request_id))
     await world.stats.flush()
 
 

@@ -19,27 +19,15 @@ from gateway.admin.guard import COOKIE, SESSION_S
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Rejection
 from gateway.settings import ResponseSettings
+from gateway.telemetry.hosts import Hosts
 from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.telemetry.summary import StatsWindow
 from policies import WindowKind
 from tests.admin.seed import HOSTILE, seed
-from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, REMOTE, World, open_world
+from tests.admin.world import ADMIN_KEY, LOCAL, NOW_S, PAGES, REMOTE, World, open_world
 from tests.services import run_redis
 from tests.telemetry.records import hit, miss
 
-PAGES = (
-    "",
-    "/requests",
-    "/teams",
-    "/savings",
-    "/cache",
-    "/deployments",
-    "/models",
-    "/batches",
-    "/ledger",
-    "/audit",
-    "/playground",
-)
 OWN = {"sec-fetch-site": "same-origin"}
 
 
@@ -238,6 +226,46 @@ async def test_a_key_may_be_for_the_embedder_alone(world: World, browser: httpx.
     page = (await browser.get(f"/admin/teams/{team.id}")).text
     for name in world.admin.settings.names:
         assert f'name="models" value="{name}"' in page
+
+
+async def test_a_host_that_is_behind_shows(world: World, browser: httpx.AsyncClient, tmp_path: Path) -> None:
+    """Another version or configuration is a problem on the overview, a host that fell silent is listed, one that left is not."""
+    changed = world.admin.settings.model_copy(update={"data_dir": tmp_path / "b", "models": {}})
+    alike = world.admin.settings.model_copy(update={"data_dir": tmp_path / "c"})
+    other, third = Hosts(changed, world.redis), Hosts(alike, world.redis)
+    for one in (world.admin.hosts, other, third):
+        await one.beat()
+    here, behind, same = (await browser.get("/admin/api/hosts")).json()["hosts"]
+    assert (here["is_here"], here["workers"], here["configs"]) == (True, 1, same["configs"])
+    problems = [one["message"] for one in (await browser.get("/admin/api/status")).json()["problems"]]
+    (message,) = [one for one in problems if "another configuration" in one]
+    assert behind["name"] in message
+    assert behind["configs"][0] in (page := (await browser.get("/admin/deployments")).text)
+    assert "this one" in page
+    await third.leave()
+    for field, value in (await world.redis.hgetall("sameway:hosts")).items():
+        if field.startswith(behind["name"].encode()):  # it was killed a minute ago
+            at_s, _, state = value.partition(b" ")
+            await world.redis.hset("sameway:hosts", field, b"%d %b" % (int(at_s) - 60, state))
+    assert [one.is_away for one in await world.admin.hosts.all()] == [False, True]
+    assert "another configuration" not in (await browser.get("/admin/api/status")).text
+
+
+async def test_a_teams_budget_is_projected_at_the_last_days_rate(world: World, browser: httpx.AsyncClient) -> None:
+    """The list of teams and the API say what a month's budget comes to, and when it is used up."""
+    team_id = (await world.accounts.create_team("search")).id
+    await world.accounts.create_budget(team_id, WindowKind.MONTH, 10_000_000)
+    await world.spend(team_id, 6_000_000)
+    world.stats.add(miss(at_s=NOW_S, team_id=team_id, cost_microusd=2_000_000))
+    await world.stats.flush()
+    (budget,) = (await browser.get("/admin/api/budgets")).json()["budgets"]
+    assert budget["per_day"] == 2_000_000
+    days_left = (budget["resets_at_s"] - NOW_S) / 86_400
+    assert budget["projected"] == pytest.approx(6_000_000 + 2_000_000 * days_left)
+    assert budget["used_up_at_s"] == NOW_S + 2 * 86_400
+    page = (await browser.get("/admin/teams")).text
+    assert "At $2.00 a day" in page
+    assert f"{budget['projected'] / 10_000_000:.0%} of it" in page
 
 
 async def test_a_total_budget_never_starts_over(world: World, browser: httpx.AsyncClient) -> None:
@@ -484,6 +512,7 @@ async def test_without_redis_the_pages_say_so(tmp_path: Path) -> None:
             team = await browser.get(f"/admin/teams/{team_id}")
             assert team.status_code == 200
             assert "not known while Redis is away" in team.text
+            assert ">$0<" not in (await browser.get("/admin/teams")).text
             for page in ("/requests", "/cache"):
                 reply = await browser.get(f"/admin{page}")
                 assert reply.status_code == 503

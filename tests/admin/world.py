@@ -48,6 +48,7 @@ from gateway.journey.budget import Money
 from gateway.journey.semantic import Bounds
 from gateway.learning.reports import Reports
 from gateway.settings import ResponseSettings, Settings
+from gateway.telemetry.hosts import Hosts
 from gateway.telemetry.measured_error import Certificates, MeasuredErrors
 from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.telemetry.stats import Stats
@@ -60,6 +61,20 @@ from tests.rpc import StandIn
 
 ADMIN_KEY = "sk-admin-for-tests-0123456789"
 SECRET = "secret of the tests"
+PAGES = (
+    "",
+    "/requests",
+    "/teams",
+    "/savings",
+    "/cache",
+    "/deployments",
+    "/models",
+    "/batches",
+    "/ledger",
+    "/audit",
+    "/playground",
+)
+"""Every page of a session, after `/admin`, but those of a team."""
 NOW_S = 2_220_871_500.0  # 2040-05-17 12:45:00 UTC: ahead of Redis, whose own clock ends what is old
 
 LOCAL = DeploymentOut(
@@ -255,6 +270,7 @@ async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterato
         fleet=fleet,
         shared_health=SharedHealth(settings, fleet.deployments, link),
         certificates=Certificates(redis, stats, truth.bounds, "equality, agreement", lambda: world.now_s),
+        hosts=Hosts(settings, redis),
         deployments=lambda: world.deployments,
         healths=lambda: world.parts,
         clock=lambda: world.now_s,

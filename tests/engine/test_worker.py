@@ -585,15 +585,6 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert json.loads(found.stdout) == []
 
 
-def test_the_command_line_answers_and_measures(checkpoint: Folder) -> None:
-    """`python -m local_engine` streams text to standard output and its figures to standard error."""
-    command = [sys.executable, "-m", "local_engine", "--model", str(checkpoint("llama")), *SMALL_OPTIONS]
-    found = subprocess.run([*command, "--max-tokens", "8", "hello"], capture_output=True, check=True, text=True)
-    assert found.stdout
-    assert "TTFT" in found.stderr
-    assert "tokens/s" in found.stderr
-
-
 def test_an_idle_engine_checks_its_books(checkpoint: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing to do it looks once whether its blocks add up; where they do not it ends, to be started again."""
     config = EngineConfig(model=str(checkpoint("llama")), device="cpu", kv_blocks=16)

@@ -165,3 +165,30 @@ async def test_an_answer_that_is_left_early_shows_that_its_deployment_answers(
     client.leave()
     await world.is_released()
     assert world.is_available("plain") is is_well
+
+
+async def test_an_answer_whose_stream_is_slow_to_close_is_complete(world: World) -> None:
+    """The client may leave with the last word, while the deployment's connection ends."""
+    backend: Any = world.backends["plain"]
+    is_closing, answer = asyncio.Event(), backend.stream
+
+    def stream(request: Any) -> Any:
+        playing = answer(request)
+        close = playing.aclose
+
+        async def aclose() -> None:
+            await close()
+            is_closing.set()
+            await asyncio.sleep(0.05)
+
+        playing.aclose = aclose
+        return playing
+
+    backend.stream = stream
+    client = world.begin(stream=True)
+    await is_closing.wait()
+    client.leave()
+    await world.is_released()
+    (record,) = world.records
+    assert [one.outcome for one in record.answer.attempts] == ["ok"]
+    assert world.is_available("plain") is True

@@ -220,6 +220,17 @@ async def test_a_client_that_leaves_ends_its_request_and_not_the_question(world:
     assert generated(world) == 1
 
 
+async def test_an_answered_question_shows_that_its_deployment_answers(world: World) -> None:
+    """Also where no client's request goes there; a question that fails shows nothing of it."""
+    await stored(world)
+    world.backends["reader"].plays(unavailable())
+    await world.ask(SECOND)
+    assert world.is_available("reader") is None
+    says(world, "1")
+    await world.ask(THIRD)
+    assert world.is_available("reader") is True
+
+
 async def test_a_question_has_its_own_hold(world: World) -> None:
     """It is paid by the asking team; where its budget has no room nothing is asked, and certain hits are served."""
     team = await world.team()

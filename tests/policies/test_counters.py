@@ -228,10 +228,23 @@ async def test_the_pace_of_a_budget(budgets: Budgets, clock: Clock) -> None:
     await spend(budgets, "a", Need(500), budget)
     (state,) = await budgets.spent([budget])
     pace = pace_of(state, clock.ms())
-    assert pace.per_day == 2000
+    assert (pace.per_day, pace.projected) == (2000, 2000)
     assert pace.used_up_at_ms == int(NOON_S * 1000)
+    assert pace_of(state, clock.ms(), last_day=1) == pace
     (unknown,) = await budgets.spent([Budget(3, 7, WindowKind.TOTAL, 1000)])
     assert pace_of(unknown, clock.ms()).per_day is None
+
+
+async def test_the_last_day_paces_a_longer_window(budgets: Budgets, clock: Clock) -> None:
+    """A month's budget that was hardly used until yesterday ends at yesterday's rate."""
+    budget = Budget(2, 7, WindowKind.MONTH, 1000)
+    await spend(budgets, "a", Need(500), budget)
+    (state,) = await budgets.spent([budget])
+    assert state.window.end_ms is not None
+    days_left = (state.window.end_ms - clock.ms()) / 86_400_000
+    pace = pace_of(state, clock.ms(), last_day=250)
+    assert (pace.per_day, pace.projected) == (250, pytest.approx(500 + 250 * days_left))
+    assert pace.used_up_at_ms == clock.ms() + 2 * 86_400_000
 
 
 def test_counts_of_teams_are_not_those_of_others() -> None:

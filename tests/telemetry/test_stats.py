@@ -159,6 +159,12 @@ async def test_the_latest_routes_come_newest_first_in_pages(redis: Redis) -> Non
     assert [record.request.id for record in second.records] == [f"req_{n}" for n in (13, 11, 9, 7, 5, 3, 1)]
     assert second.cursor is None
     assert first.records[0] == miss(request_id="req_23", team_id=1)
+    stats.add(miss(request_id="req_25", team_id=1))
+    stats.add(miss(request_id="req_26", team_id=0))
+    await stats.flush()
+    later = await stats.routes(lambda record: record.request.team_id == 1, after=first.newest)
+    assert [record.request.id for record in later.records] == ["req_25"]
+    assert (await stats.routes(lambda _: True, after=later.newest)).records == ()
 
 
 async def test_the_list_of_routes_is_bounded(redis: Redis) -> None:

@@ -1,34 +1,65 @@
 // Conveniences, without which every page but the playground works. Regions marked `data-live` are fetched again while nobody is typing in the
-// page and the tab is seen; buttons marked `data-copy` copy the text of what they name.
+// page and the tab is seen; a list marked `data-tail` gets what came after its value, in front; buttons marked `data-copy` copy the text of
+// what they name.
 "use strict";
 
 const REFRESH_MS = 5000;
+const TAIL_MS = 400;
+const TAIL_MAX = 500; // rows; the oldest go
+
+// The document at a URL of the dashboard; undefined while the gateway does not answer. Without a session it leads to the login.
+async function fetched(url) {
+  try {
+    const reply = await fetch(url, { headers: { accept: "text/html" } });
+    if (reply.redirected && new URL(reply.url).pathname.endsWith("/admin/login")) {
+      location.reload();
+      return undefined;
+    }
+    if (!reply.ok) throw new Error(reply.status);
+    const page = new DOMParser().parseFromString(await reply.text(), "text/html");
+    delete document.body.dataset.connection;
+    return page;
+  } catch {
+    document.body.dataset.connection = "lost";
+    return undefined;
+  }
+}
 
 async function refresh() {
   const regions = [...document.querySelectorAll("[data-live]")];
   const busy = document.hidden || regions.some((region) => region.contains(document.activeElement) && region.querySelector(":focus-within form"));
   if (!regions.length || busy) return;
-  let page;
-  try {
-    const reply = await fetch(location.href, { headers: { accept: "text/html" } });
-    if (reply.redirected && new URL(reply.url).pathname.endsWith("/admin/login")) {
-      location.reload();
-      return;
-    }
-    if (!reply.ok) throw new Error(reply.status);
-    page = new DOMParser().parseFromString(await reply.text(), "text/html");
-  } catch {
-    document.body.dataset.connection = "lost";
-    return;
-  }
-  delete document.body.dataset.connection;
-  for (const region of regions) {
+  const page = await fetched(location.href);
+  for (const region of page ? regions : []) {
     const next = page.getElementById(region.id);
     if (!next) continue;
     const open = [...region.querySelectorAll("details[id][open]")].map((details) => details.id);
     region.replaceWith(document.adoptNode(next));
     for (const id of open) document.getElementById(id)?.setAttribute("open", "");
   }
+}
+
+// What is there stays as it is: what is open, focused, selected or scrolled to.
+async function tail() {
+  const list = document.querySelector("[data-tail]:not([data-paused])");
+  if (!list || document.hidden) return;
+  const url = new URL(location.href);
+  url.searchParams.set("after", list.dataset.tail);
+  const newer = (await fetched(url))?.querySelector("[data-tail]");
+  if (!newer) return;
+  list.dataset.tail = newer.dataset.tail;
+  list.prepend(...[...newer.children].filter((row) => !row.id || !document.getElementById(row.id)));
+  while (list.children.length > TAIL_MAX) {
+    list.lastElementChild.remove();
+    document.querySelector(".pager")?.remove();
+  }
+}
+
+function every(pause_ms, step) {
+  setTimeout(async () => {
+    await step();
+    every(pause_ms, step);
+  }, pause_ms);
 }
 
 async function copy(button) {
@@ -98,24 +129,57 @@ async function explain(form, facts, id) {
   }
 }
 
+const PORTION_BYTES = 4 << 20;
+
+// Sends a file of JSON lines to the cache, some whole lines at a time, and shows how far it is.
+async function importFile(form) {
+  const [file, bar, result] = [form.elements.file.files[0], form.querySelector("progress"), form.querySelector("[role=status]")];
+  const [query, sums, problems] = [new URLSearchParams({ team_id: form.elements.team_id.value }), { lines: 0, stored: 0, unchanged: 0, refused: 0 }, []];
+  Object.assign(bar, { hidden: false, max: file.size || 1, value: 0 });
+  for (let [at, size] = [0, PORTION_BYTES]; at < file.size;) {
+    const read = new Uint8Array(await file.slice(at, at + size).arrayBuffer());
+    const length = at + read.length < file.size ? read.lastIndexOf(10) + 1 : read.length;
+    if (!length) { // a line that is longer
+      size *= 2;
+      continue;
+    }
+    const reply = await fetch(`${form.getAttribute("action")}?${query}`, { method: "POST", headers: { "content-type": "application/x-ndjson" }, body: read.subarray(0, length) });
+    const part = await reply.json();
+    if (!reply.ok) throw new Error(`${part.error.message} Import the file again: what is there already changes nothing.`);
+    problems.push(...part.problems.map((one) => `Line ${sums.lines + one.line}: ${one.message}`));
+    for (const name of Object.keys(sums)) sums[name] += part[name];
+    at += length;
+    bar.value = at;
+    result.textContent = `${sums.lines} lines: ${sums.stored} stored, ${sums.unchanged} there already, ${sums.refused} refused.`;
+  }
+  for (const problem of problems.slice(0, 20)) result.append(document.createElement("br"), problem);
+}
+
+const ASKS = { playground: [ask, "#answer"], import: [importFile, "#import [role=status]"] };
+
 document.addEventListener("submit", async (event) => {
-  if (event.target.id !== "playground") return;
+  const [act, shown] = ASKS[event.target.dataset.asks] ?? [];
+  if (!act) return;
   event.preventDefault();
   const button = event.target.querySelector("button");
   button.disabled = true;
   try {
-    await ask(event.target);
+    await act(event.target);
   } catch (error) {
-    document.getElementById("answer").textContent = `The gateway did not answer: ${error.message}`;
+    document.querySelector(shown).textContent = `It failed: ${error.message}`;
   }
   button.disabled = false;
 });
 document.addEventListener("click", (event) => {
   const button = event.target.closest("[data-copy]");
   if (button) copy(button);
+  const pause = event.target.closest("[data-pause]");
+  if (pause) pause.textContent = document.querySelector("[data-tail]").toggleAttribute("data-paused") ? "Go on" : "Pause";
 });
 document.addEventListener("change", (event) => {
   if (event.target.closest("form[data-auto]")) event.target.form.requestSubmit();
 });
 for (const extra of document.querySelectorAll("form[data-auto] .without-script")) extra.hidden = true;
-setInterval(refresh, REFRESH_MS);
+for (const pause of document.querySelectorAll("[data-pause]")) pause.hidden = !document.querySelector("[data-tail]");
+every(REFRESH_MS, refresh);
+every(TAIL_MS, tail);
