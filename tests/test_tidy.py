@@ -59,7 +59,7 @@ CODE_LINES_MAX = {
     "cache/semantic": 1710, "cache/verdicts": 610, "cache/worker": 600, "policies": 2440, "local_engine": 2200,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
-    "local_engine/speculation": 300, "local_engine/text": 874, "local_engine/weights": 680, "ipc": 450,
+    "local_engine/speculation": 300, "local_engine/text": 874, "local_engine/weights": 680, "ipc": 460,
 }
 # fmt: on
 # Questions that were answered: why this file is one although it is small and one other file imports it.
