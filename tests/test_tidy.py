@@ -424,6 +424,7 @@ NAME_PROVIDERS = {
     "gateway/backends/dialect.py": "the table",
     "gateway/backends/managed.py": "the model of a rehearsal",
     "gateway/cli.py": "a client's tool, in its help",
+    "gateway/journey/turn.py": "who sends which header with a session",
     "gateway/deployments/catalog.py": "spellings of the table of prices",
     "gateway/reserved.py": "the fields that need the operator's word",
     "gateway/wire/plain.py": "the default of OpenAI's own API",
