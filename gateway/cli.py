@@ -13,6 +13,7 @@ import functools
 import io
 import json
 import os
+import secrets
 import sys
 import urllib.error
 import urllib.parse
@@ -274,8 +275,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return _refused(f"SAMEWAY_API_KEY is not set: {remedy}", 2)
     try:
         path = f"/v1/models/{urllib.parse.quote(arguments.model, safe='')}" if arguments.model else "/v1/models"
-        with console.opened(url + path, {"authorization": f"Bearer {key}"}, within_s=10):
-            pass
+        with console.opened(url + path, {"authorization": f"Bearer {key}"}, within_s=10) as reply:
+            listed = json.load(reply)
     except urllib.error.HTTPError as error:
         if error.code == 404 and arguments.model:
             return _refused(f"{url} has no model {arguments.model!r} for this key: {url}/v1/models lists them", 2)
@@ -283,20 +284,35 @@ def _run(arguments: argparse.Namespace) -> int:
         return _refused(f"{url} answered {error.code}: {expected}", 1)
     except console.UNREACHABLE as error:
         return _refused(f"{url} cannot be reached ({error}): start a gateway there, or name another one with --url", 1)
+    session = os.environ.get("SAMEWAY_SESSION") or f"run-{secrets.token_hex(8)}"  # a tool that starts tools is one run
+    header = f"x-sameway-session: {session}"
     environ = {name: value for name, value in os.environ.items() if name != "ANTHROPIC_API_KEY"}
-    environ |= {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
+    environ["ANTHROPIC_CUSTOM_HEADERS"] = "\n".join(filter(None, [environ.get("ANTHROPIC_CUSTOM_HEADERS"), header]))
+    environ |= {"SAMEWAY_SESSION": session, "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
     environ |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key}
     environ |= dict.fromkeys(_MODELS, arguments.model) if arguments.model else {}
     program, *given = arguments.command
     if os.path.basename(program) == "codex":  # it reads no address from the environment
-        place = {"name": "Sameway", "base_url": f"{url}/v1", "env_key": "OPENAI_API_KEY", "wire_api": "responses"}
+        provider = {"name": "Sameway", "base_url": f"{url}/v1", "env_key": "OPENAI_API_KEY", "wire_api": "responses"}
         chosen = {"model_provider": "sameway"} | ({"model": arguments.model} if arguments.model else {})
-        chosen |= {f"model_providers.sameway.{name}": value for name, value in place.items()}
+        provider["http_headers.x-sameway-session"] = session
+        chosen |= {f"model_providers.sameway.{name}": value for name, value in provider.items()}
         given = [*(part for name, value in chosen.items() for part in ("-c", f"{name}={json.dumps(value)}")), *given]
+    elif os.path.basename(program) == "opencode":
+        environ["OPENCODE_CONFIG_CONTENT"] = json.dumps(_opencode(url, key, session, listed, arguments.model))
     try:
         os.execvpe(program, [program, *given], environ)
     except OSError as error:
         return _refused(f"{arguments.command[0]} cannot be started: {error.strerror}", 127)
+
+
+def _opencode(url: str, key: str, session: str, listed: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """The configuration that opencode reads from the environment (its documentation: "Config", "Providers")."""
+    options = {"baseURL": f"{url}/v1", "apiKey": key, "headers": {"x-sameway-session": session}}
+    models: dict[str, Any] = {each["id"]: {} for each in listed.get("data", [listed])}
+    provider = {"npm": "@ai-sdk/openai-compatible", "name": "Sameway", "options": options, "models": models}
+    chosen = dict.fromkeys(("model", "small_model"), f"sameway/{model}") if model else {}
+    return {**chosen, "provider": {"sameway": provider}}
 
 
 # Claude Code's variables (its documentation: "Model configuration")

@@ -30,9 +30,6 @@ and 10 settles it. 5 sets the context that 6 and 10 use. What becomes of a reque
                            has its own hold and record. Yes: a semantic hit; else a miss
     checked hit            10: as any hit; beside it a request of the gateway's own asks the same anew
 
-Later outcomes have their places: a guard's word on the prompt is before 7, in `Looked`, one on the
-answer 9, in `Answered`; the budget of a session is stage 7, in `Holds`.
-
 It joins the four packages and contains none of their decisions, no HTTP and no SQL. Invariants: a
 failure of the cache is a miss; money fails closed; only a complete answer is stored; every hold is
 settled or released; a broken answer is never shown as a finished one.
@@ -55,6 +52,7 @@ from gateway.journey.budget import Money
 from gateway.journey.flight import Flight, Flights, Reply
 from gateway.journey.generation import Generation, generation_of
 from gateway.journey.holds import Holds
+from gateway.journey.loops import LoopDetector
 from gateway.journey.outcomes import Looked, SemanticResult
 from gateway.journey.rate_limits import Headers, Limits
 from gateway.journey.record import Record
@@ -112,6 +110,7 @@ class Pipeline:
         self.semantic = semantic
         self.verifier: AsksVerifier | None = None  # its questions are requests to this pipeline
         self.renew: Callable[[Turn, Identity, Alias, Looked], object] = lambda *_: None  # begins it, of a stale answer
+        self._loops = LoopDetector()
         self._answers = RecordedAnswers(settings.cache, exact, semantic, limits)
         self._emit = emit
         self._learn = learn
@@ -160,7 +159,9 @@ class Pipeline:
         alias.check(turn.body, turn.demand, turn.kind)
         if turn.demand.is_output_bound:
             turn = replace(turn, demand=alias.within_reach(turn.demand))
-        looked = await self._answers.look(turn, identity, alias, self._fingerprint(turn, identity), taken)
+        digests = self._fingerprint(turn, identity)
+        loop = self._loops.seen(self.settings.loops, turn, identity, digests)
+        looked = replace(await self._answers.look(turn, identity, alias, digests, taken), loop=loop)
         looked_up_ms = turn.elapsed_ms()
         if looked.entry is not None:
             self.renew(turn, identity, alias, looked)

@@ -323,7 +323,7 @@ class DeploymentSettings(_Section):
     identity_headers: dict[str, str] = {}
     """openai, anthropic: headers that tell an inference gateway in front of the servers whose a request
     is, each with the source of its value: `team` or `key` (an id), `user`, `session`
-    (the tag `session_id`, else `prompt_cache_key`, else a digest of the dialogue's first turn), or `tag:NAME`, a tag of the
+    (as budgets know it, else a digest of the dialogue's first turn), or `tag:NAME`, a tag of the
     request; such as `x-llm-d-inference-fairness-id: team`"""
     is_salted: bool = False
     """openai: send `cache_salt`, another one for each team, to a server that knows it (vLLM,
@@ -567,6 +567,18 @@ class BudgetSettings(_Section):
     """seconds until the reservations of a dead worker are released"""
 
 
+class LoopSettings(_Section):
+    action: Literal["mark", "refuse"] = "mark"
+    """what becomes of a request that is part of a loop: `mark` names it in the log, the metrics and
+    the dashboard, `refuse` answers 400 as well"""
+    tool_calls_max: int = Field(4, ge=0, le=100)
+    """more calls in a row than this of the same tools, with the same arguments and results, at a
+    request's end are a loop; 0: they are not looked for"""
+    requests_per_min_max: int = Field(10, ge=0, le=10_000)
+    """more equal requests of one session than this within a minute are a loop, counted by each
+    worker; 0: they are not counted"""
+
+
 class AlertSettings(_Section):
     thresholds: list[Annotated[int, Field(ge=1, le=1_000)]] = Field([50, 80, 100], max_length=10)
     """percent of a budget's limit that raise an alert, once a window each"""
@@ -762,6 +774,7 @@ class Settings(_Section):
     """seconds that running answers get when the gateway stops"""
     cache: CacheSettings = CacheSettings()
     budgets: BudgetSettings = BudgetSettings()
+    loops: LoopSettings = LoopSettings()
     alerts: AlertSettings = AlertSettings()
     batches: BatchSettings = BatchSettings()
     ledger: LedgerSettings = LedgerSettings()

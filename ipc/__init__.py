@@ -11,13 +11,13 @@ Invariants: each call has at most one last reply; the server cancels a call whos
 bytes that are not a message end only their own connection.
 """
 
-from ipc.client import ReplyStream, RpcClient
+from ipc.client import TRACE_ID, ReplyStream, RpcClient
 from ipc.frames import CallFrame, ReplyFrame, Wire
 from ipc.logs import JSON_VARIABLE, log_to_stderr
 from ipc.options import add_options, argv_of, options_from
 from ipc.server import IncomingCall, RpcServer
 
 __all__ = [
-    "JSON_VARIABLE", "CallFrame", "IncomingCall", "ReplyFrame", "ReplyStream", "RpcClient", "RpcServer", "Wire", "add_options", "argv_of",
-    "log_to_stderr", "options_from",
+    "JSON_VARIABLE", "TRACE_ID", "CallFrame", "IncomingCall", "ReplyFrame", "ReplyStream", "RpcClient", "RpcServer", "Wire",
+    "add_options", "argv_of", "log_to_stderr", "options_from",
 ]  # fmt: skip

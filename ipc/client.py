@@ -12,12 +12,16 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from ipc.frames import CallFrame, FrameProtocol, ReplyFrame, ReplyT, Wire
 
 CallT = TypeVar("CallT")
+
+TRACE_ID: ContextVar[str] = ContextVar("trace_id", default="")
+"""The id of the trace that this task's calls belong to, 32 hex digits; empty without a trace."""
 
 _RECONNECT_MIN_S, _RECONNECT_MAX_S = 0.05, 1.0
 _SILENT_LOOKS_MAX = 10  # a server that works sends its state every second
@@ -151,7 +155,7 @@ class RpcClient(Generic[CallT, ReplyT]):
         id = next(self._ids)
         stream: ReplyStream[ReplyT] = ReplyStream(lambda: self._cancel(id))
         try:
-            frame = self._wire.encode(CallFrame(id, body))
+            frame = self._wire.encode(CallFrame(id, body, TRACE_ID.get()))
         except self._wire.unsendable as error:
             stream.end(error)
             return stream

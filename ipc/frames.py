@@ -25,11 +25,12 @@ _encoder = msgspec.msgpack.Encoder()
 
 class CallFrame(msgspec.Struct, Generic[T], frozen=True, array_like=True):
     """Client to server: a call under an id that the client chose. Without a body it cancels the
-    call.
+    call. `trace_id` is that of the request that the call is for, if it has one.
     """
 
     id: int
     body: T | None = None
+    trace_id: str = ""
 
 
 class ErrorFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -73,12 +74,12 @@ class Wire(Generic[CallT, ReplyT]):
             raise self.unsendable(f"a message of {len(data)} bytes is sent, of at most {self.bytes_max}")
         return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
-    def error_frame(self, error: Exception) -> ErrorFrame:
+    def error_frame(self, error: Exception, trace_id: str = "") -> ErrorFrame:
         """Return the frame of an error. An error of a class outside `errors` is a bug, and is
         logged.
         """
         if not isinstance(error, self.errors):
-            _log.error("a call failed", exc_info=error)
+            _log.error("a call failed", exc_info=error, extra={"trace_id": trace_id})
             error = self.errors[0](f"{type(error).__name__}: {error}")
         return ErrorFrame(type(error).__name__, str(error), vars(error))
 

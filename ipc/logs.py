@@ -25,6 +25,8 @@ class JsonFormatter(logging.Formatter):
             "timestamp": f"{at}.{int(record.msecs):03d}Z",
             "source": record.name,
         }
+        if trace_id := getattr(record, "trace_id", ""):
+            fields["trace_id"] = trace_id
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False)
@@ -36,6 +38,7 @@ def log_to_stderr(level: int, text_format: str) -> None:
     is_json = bool(os.environ.get(JSON_VARIABLE))
     handler.setFormatter(JsonFormatter() if is_json else logging.Formatter(text_format))
     logging.basicConfig(level=level, handlers=[handler])
+    logging.getLogger("ipc").setLevel(logging.INFO)
     if is_json:
         sys.excepthook = _log_end
 

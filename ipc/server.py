@@ -24,15 +24,20 @@ _log = logging.getLogger("ipc")
 
 
 class IncomingCall(Generic[CallT]):
-    """A call of one client. It is open until its last reply, or until the client cancels it."""
+    """A call of one client. It is open until its last reply, or until the client cancels it.
 
-    __slots__ = ("_id", "_peer", "body", "is_open")
+    The end of a call that has a trace is logged if it failed or was slow: without its texts.
+    """
 
-    def __init__(self, peer: _Peer[CallT], id: int, body: CallT) -> None:
+    __slots__ = ("_began_s", "_id", "_peer", "body", "is_open", "trace_id")
+
+    def __init__(self, peer: _Peer[CallT], frame: CallFrame[CallT], body: CallT) -> None:
         self.body = body
+        self.trace_id = frame.trace_id
         self.is_open = True  # its last reply is still wanted
         self._peer = peer
-        self._id = id
+        self._id = frame.id
+        self._began_s = time.monotonic()
 
     def reply(self, body: Any, *, is_last: bool = True) -> None:
         """Send a reply, if the call is open."""
@@ -40,15 +45,23 @@ class IncomingCall(Generic[CallT]):
 
     def fail(self, error: Exception) -> None:
         """End the call with an error, if it is open."""
-        self._send(ReplyFrame(self._id, error=self._peer.wire.error_frame(error)))
+        self._send(ReplyFrame(self._id, error=self._peer.wire.error_frame(error, self.trace_id)))
 
     def _send(self, reply: ReplyFrame[Any]) -> None:
         if not self.is_open:
             return
         if reply.is_last:
-            self.is_open = False
-            del self._peer.calls[self._id]
+            self.close(reply.error.kind if reply.error is not None else "answered")
         self._peer.send_reply(reply)
+
+    def close(self, how: str) -> None:
+        """End the call: `how` is "answered", "cancelled" or the kind of its error."""
+        self.is_open = False
+        del self._peer.calls[self._id]
+        took_s, is_failed = time.monotonic() - self._began_s, how not in ("answered", "cancelled")
+        if self.trace_id and (is_failed or took_s >= self._peer.server.slow_s):
+            words, level = (type(self.body).__name__, how, took_s), logging.WARNING if is_failed else logging.INFO
+            _log.log(level, "%s: %s after %.3f s", *words, extra={"trace_id": self.trace_id})
 
 
 class RpcServer(Generic[CallT]):
@@ -57,7 +70,7 @@ class RpcServer(Generic[CallT]):
 
     `on_call` may return a coroutine that answers the call; an error that it raises ends the call.
     The server sends `state()` to each new client, and to all clients when it changes and every
-    second.
+    second. A call that takes `slow_s` seconds is slow.
     """
 
     def __init__(
@@ -67,11 +80,13 @@ class RpcServer(Generic[CallT]):
         state: Callable[[], Any],
         on_call: Callable[[IncomingCall[CallT]], Coroutine[Any, Any, None] | None],
         on_cancel: Callable[[IncomingCall[CallT]], object] = lambda call: None,
+        slow_s: float = 5.0,
     ) -> None:
         self.wire = wire
         self.state = state
         self._on_call = on_call
         self.on_cancel = on_cancel
+        self.slow_s = slow_s
         self.peers: set[_Peer[CallT]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pushed: Any = None
@@ -136,15 +151,15 @@ class _Peer(FrameProtocol[CallFrame[CallT]], Generic[CallT]):
         super().__init__(server.wire.calls, self._take, server.wire.bytes_max)
         self.wire = server.wire
         self.calls: dict[int, IncomingCall[CallT]] = {}
-        self._server = server
+        self.server = server
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._server.peers.add(self)
-        self.send_reply(ReplyFrame(0, self._server.state()))
+        self.server.peers.add(self)
+        self.send_reply(ReplyFrame(0, self.server.state()))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._server.peers.discard(self)
+        self.server.peers.discard(self)
         for id in list(self.calls):
             self._cancel(id)
         super().connection_lost(error)
@@ -161,17 +176,16 @@ class _Peer(FrameProtocol[CallFrame[CallT]], Generic[CallT]):
 
     def _take(self, frame: CallFrame[CallT]) -> None:
         if frame.body is None and frame.id == 0:
-            self.send_reply(ReplyFrame(0, self._server.state()))
+            self.send_reply(ReplyFrame(0, self.server.state()))
         elif frame.body is None:
             self._cancel(frame.id)
         elif frame.id in self.calls:
             self.give_up("an id that is in use")
         else:
-            call = self.calls[frame.id] = IncomingCall(self, frame.id, frame.body)
-            self._server.take(call)
+            call = self.calls[frame.id] = IncomingCall(self, frame, frame.body)
+            self.server.take(call)
 
     def _cancel(self, id: int) -> None:
-        call = self.calls.pop(id, None)
-        if call is not None:
-            call.is_open = False
-            self._server.on_cancel(call)
+        if (call := self.calls.get(id)) is not None:
+            call.close("cancelled")
+            self.server.on_cancel(call)

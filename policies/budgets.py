@@ -51,7 +51,9 @@ from policies.settle_batch import Defer, SettleBatch
 from policies.windows import BUCKETS, PLACES, Budget, Window, WindowKind
 
 VALUES_MAX = 1000
-"""The most values of a budget with separate counts in a window; further values share one."""
+"""The most values of a budget with separate counts in a window; further values share one. Of
+sessions it bounds the list: each has a count of its own.
+"""
 
 _RESTATE_BATCH = 200
 _READ_BATCH = 500
@@ -235,7 +237,7 @@ class Budgets:
                     window=budget.window_at(at_ms),
                     spent=spent,
                     held=held,
-                    value="*" if is_other else counter.shown,
+                    value="*" if is_other and counter.other != counter.name else counter.shown,
                     frees_at_ms=frees_at_ms,
                 )
                 refusals.append(Refused(state, budget.limit_at(at_ms), amount, state.resets_in_s(at_ms / 1000)))
@@ -389,7 +391,7 @@ class Budgets:
             batch = drained[start : start + _READ_BATCH]
             keys, arguments = [LEDGER_LOCK, LEDGER_STREAM, LEDGER_SET_ASIDE], list[Any]()
             for spend in batch:
-                values, digest = place_of(spend.name, spend.field)
+                values, digest = place_of(spend.name, spend.field, spend.keep_until_ms)
                 keys += (keys_of.count_keys(spend.name)[0], keys_of.values_key(values))
                 arguments += (spend.name, spend.field, spend.spent, spend.keep_until_ms, digest)
             reply = await self._redis.eval(scripts.RESTATE_OWN, len(keys), *keys, lock_token, *arguments)

@@ -17,10 +17,13 @@ import msgspec
 
 from policies.holds import WINDOW_KEPT_S, Taken, keep_until
 from policies.prices import MICROUSD_MAX
-from policies.windows import BUCKETS, DEPLOYMENT, TEAM, Budget, Overdraft, Unit, WindowKind
+from policies.windows import BUCKETS, DEPLOYMENT, SESSION, TEAM, Budget, Overdraft, Unit, WindowKind
 
 OTHER = "other"
 """The name of the count that further values share once a budget has its most counts."""
+
+SESSION_KEPT_MS = 7 * 86_400_000
+"""How long the total of a session outlives its last request; a later request begins it anew."""
 
 _MONEY = Unit.MONEY
 _SHOWN_CHARS = 64
@@ -88,6 +91,8 @@ class Counter(msgspec.Struct):
 def _is_about(budget: Budget, values: Mapping[str, str]) -> bool:
     if budget.axis == DEPLOYMENT and DEPLOYMENT not in values:
         return False
+    if budget.axis == SESSION and budget.value is None and not values.get(SESSION):
+        return False  # it belongs to no run
     return budget.value is None or value_of(budget.value) == value_of(values.get(budget.axis, ""))
 
 
@@ -131,16 +136,26 @@ def counter_of(budget: Budget, team_id: int, value: str, at_ms: int) -> Counter:
         counter.field, counter.oldest = str(bucket), str(bucket - BUCKETS)
         counter.keep_until_ms = at_ms + budget.rolling_s * 2000 + WINDOW_KEPT_S * 1000
         period = str(at_ms // (budget.rolling_s * 1000))
+    elif budget.axis == SESSION and not window.end_ms:
+        counter.keep_until_ms = at_ms + SESSION_KEPT_MS
+        period = _total_period(at_ms)
     if budget.axis != TEAM and budget.value is None:
         text = value_of(value)
         counter.digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).hexdigest()
         counter.shown = "=" + text[:_SHOWN_CHARS] if text else "-"
         counter.values = f"{count_name}:{period}"
     counter.name, counter.other = (f"{count_name}:{part}:{window.id}" for part in (counter.digest or "-", OTHER))
+    if budget.axis == SESSION:
+        counter.other = counter.name  # each has a count of its own: the bound is that of the list
     return counter
 
 
-def place_of(name: str, field: str) -> tuple[str, str]:
+def _total_period(at_ms: int) -> str:
+    """The period whose list of values has the sessions of this time."""
+    return f"total-{at_ms // SESSION_KEPT_MS}"
+
+
+def place_of(name: str, field: str, keep_until_ms: int) -> tuple[str, str]:
     """The set of values that contains the value of a count, and the value's digest.
 
     Both are empty if the count belongs to no single value.
@@ -148,4 +163,6 @@ def place_of(name: str, field: str) -> tuple[str, str]:
     count_name, digest, period = name.split(":", 2)
     if len(digest) != 2 * _DIGEST_BYTES:
         return "", ""
+    if period == WindowKind.TOTAL and keep_until_ms:
+        period = _total_period(keep_until_ms - SESSION_KEPT_MS)
     return f"{count_name}:{period if field == 'spent' else int(field) // BUCKETS}", digest

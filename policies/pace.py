@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from policies.holds import BudgetState
-from policies.windows import WindowKind
+from policies.windows import SESSION, WindowKind
 
 _DAY_MS = 86_400_000
 _PASSED_MIN = 0.02  # of a window, before a rate means something
@@ -35,6 +35,8 @@ def pace_of(state: BudgetState, at_ms: int, last_day: int | None = None) -> Pace
     budget, window = state.budget, state.window
     if budget.window is WindowKind.ROLLING:
         return Pace(state.spent * _DAY_MS / (budget.rolling_s * 1000))
+    if budget.axis == SESSION and window.end_ms is None:
+        return Pace()  # when it began is not known
     if last_day is not None and (window.end_ms is None or window.end_ms - window.start_ms > 2 * _DAY_MS):
         return _at_rate(state, at_ms, last_day / _DAY_MS)
     start_ms = (

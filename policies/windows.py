@@ -77,7 +77,7 @@ class Overdraft(StrEnum):
     ALLOW = "allow"
 
 
-TEAM, KEY, USER, ALIAS, DEPLOYMENT, TAG = "team", "key", "user", "alias", "deployment", "tag:"
+TEAM, KEY, USER, ALIAS, DEPLOYMENT, SESSION, TAG = "team", "key", "user", "alias", "deployment", "session", "tag:"
 """The axes of budgets; the name of a tag follows `tag:`."""
 
 

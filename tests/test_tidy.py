@@ -52,14 +52,14 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 3710, "gateway/accounts": 3000, "gateway/admin": 3610, "gateway/alerts": 384, "gateway/api": 4330,
-    "gateway/backends": 3130, "gateway/batches": 1210, "gateway/deployments": 1900, "gateway/journey": 3300,
-    "gateway/learning": 1580, "gateway/reconcile": 610, "gateway/telemetry": 2070, "gateway/transport": 800,
-    "gateway/wire": 2230, "cache": 1120, "cache/decision": 1050, "cache/encoder": 400, "cache/exact": 1320,
-    "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2200,
+    "gateway": 3750, "gateway/accounts": 3010, "gateway/admin": 3690, "gateway/alerts": 384, "gateway/api": 4330,
+    "gateway/backends": 3140, "gateway/batches": 1210, "gateway/deployments": 1920, "gateway/journey": 3390,
+    "gateway/learning": 1580, "gateway/reconcile": 610, "gateway/telemetry": 2220, "gateway/transport": 800,
+    "gateway/wire": 2230, "cache": 1120, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1330,
+    "cache/semantic": 1710, "cache/verdicts": 610, "cache/worker": 600, "policies": 2440, "local_engine": 2200,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
-    "local_engine/speculation": 300, "local_engine/text": 874, "local_engine/weights": 680, "ipc": 450,
+    "local_engine/speculation": 300, "local_engine/text": 874, "local_engine/weights": 680, "ipc": 460,
 }
 # fmt: on
 # Questions that were answered: why this file is one although it is small and one other file imports it.
@@ -424,6 +424,7 @@ NAME_PROVIDERS = {
     "gateway/backends/dialect.py": "the table",
     "gateway/backends/managed.py": "the model of a rehearsal",
     "gateway/cli.py": "a client's tool, in its help",
+    "gateway/journey/turn.py": "who sends which header with a session",
     "gateway/deployments/catalog.py": "spellings of the table of prices",
     "gateway/reserved.py": "the fields that need the operator's word",
     "gateway/wire/plain.py": "the default of OpenAI's own API",

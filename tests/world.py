@@ -793,6 +793,10 @@ class World:
         entries: Any = await self.redis.xrange(LEDGER_STREAM)
         return [decode_row(fields[b"row"]) for _, fields in entries]
 
+    def sets(self, **values: Any) -> None:
+        """Other values of settings, from the next request on."""
+        self._pipeline.settings.__dict__.update(values)  # sections may be shared with other worlds
+
     async def settles(self) -> None:
         """Until Redis has taken what it could not take before, as the worker tries twice a second."""
         async with asyncio.timeout(WITHIN_S):

@@ -64,6 +64,7 @@ _STATE_PERIOD_S = 0.25
 _REDIS_TIMEOUT_S = 1.0
 _ENGINE_TIMEOUT_S = 2.0  # of a write; a lookup waits for less
 _THREADS = 2  # a short text takes two thirds of the time on two, and a tenth more of the processor
+_SLOW_S = 0.5  # of a lookup, which a gateway waits a second for
 
 
 class Worker:
@@ -95,7 +96,7 @@ class Worker:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        server = RpcServer(wire.WIRE, state=self._status, on_call=self._take)
+        server = RpcServer(wire.WIRE, state=self._status, on_call=self._take, slow_s=_SLOW_S)
         serving = server.serve(self._options.socket, stop.is_set, _STATE_PERIOD_S)
         lanes = (self._answer_lookups(), self._answer_lookups())  # one embeds while the other decides
         tasks = [asyncio.create_task(work) for work in (serving, self._load_and_follow(), *lanes)]

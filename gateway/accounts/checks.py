@@ -18,8 +18,8 @@ from policies.windows import TEAM
 _NAME_CHARS_MAX = 200
 RATE_MAX = 10**12
 ROLLING_S_MIN, ROLLING_S_MAX = 3_600, 90 * 86_400
-AXES = "team, key, user, alias, deployment, or tag: and a name"
-_AXIS = re.compile(r"team|key|user|alias|deployment|tag:[A-Za-z0-9_.-]{1,64}")
+AXES = "team, key, user, session, alias, deployment, or tag: and a name"
+_AXIS = re.compile(r"team|key|user|session|alias|deployment|tag:[A-Za-z0-9_.-]{1,64}")
 
 
 def check(values: Mapping[str, Any]) -> None:

@@ -232,10 +232,13 @@ class Database:
         """Insert `rows`, the values of `columns` by primary key, or add them to the rows with these
         keys.
 
-        If `added_columns` is given, only these columns are added to an existing row.
+        If `added_columns` is given, only these columns are added to an existing row; of the others
+        it keeps the larger value.
         """
         keys = [column.name for column in table.primary_key]
-        updates = ", ".join(f"{name} = {table.name}.{name} + excluded.{name}" for name in added_columns or columns)
+        larger = "CASE WHEN excluded.{1} > {0}.{1} THEN excluded.{1} ELSE {0}.{1} END"
+        sums = dict.fromkeys(added_columns or columns, "{0}.{1} + excluded.{1}")
+        updates = ", ".join(f"{name} = {sums.get(name, larger).format(table.name, name)}" for name in columns)
         values = [(*key, *row) for key, row in sorted(rows.items())]
         on_conflict = f"ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {updates}"
         await self.insert_many(connection, table, [*keys, *columns], values, on_conflict)

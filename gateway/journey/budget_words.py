@@ -6,12 +6,12 @@ Knows no Redis and no ledger.
 from datetime import UTC, datetime
 
 from gateway.accounts import Identity
-from gateway.wire.errors import BudgetExceeded
+from gateway.wire.errors import BudgetExceeded, SessionSpent
 from policies import Budget, Refused
 from policies.durations import duration_s
 from policies.holds import BudgetState
 from policies.prices import dollars
-from policies.windows import TEAM, Unit, Window, WindowKind
+from policies.windows import SESSION, TEAM, Unit, Window, WindowKind
 
 
 def refusal_of(identity: Identity, refused: Refused) -> BudgetExceeded:
@@ -25,9 +25,13 @@ def refusal_of(identity: Identity, refused: Refused) -> BudgetExceeded:
         f"{amount_words(state.held, budget.unit)} {verb} held by requests under way, and this request may {does} "
         f"{amount_words(refused.amount, budget.unit)}."
     )
+    is_run = budget.axis == SESSION and refused.resets_in_s is None
     if refused.amount > limit and budget.unit is not Unit.REQUESTS:  # it does not fit a new window either
         message += " That is more than the whole budget: ask for a shorter answer with `max_tokens`."
-        return BudgetExceeded(message, None)
+        return (SessionSpent if is_run else BudgetExceeded)(message, None)
+    if is_run:
+        remedy = "a new session has a budget of its own, and your admin can raise this one"
+        return SessionSpent(f"{message} Stop here and tell your user: {remedy}.", None)
     if refused.resets_in_s is None:
         return BudgetExceeded(f"{message} It does not reset by itself: ask your admin to raise or reset it.", None)
     does = "has room again" if budget.window is WindowKind.ROLLING else "resets"

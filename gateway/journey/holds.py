@@ -2,7 +2,7 @@
 
 Knows no routes and no chunks. Invariants: each hold is settled or released once, after what was
 spent is counted; a refusal leaves nothing taken once `settle` has run; a deployment whose budgets
-have no room is not asked. The budget of a session, such as an agent's, is one more hold here.
+have no room is not asked.
 """
 
 import asyncio

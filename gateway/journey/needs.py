@@ -19,7 +19,7 @@ from gateway.deployments.deployment import Deployment
 from gateway.journey.turn import NO_LABELS, Labels, Turn
 from policies import Budget, Demand
 from policies.counters import Need, value_of
-from policies.windows import ALIAS, DEPLOYMENT, KEY, TAG, USER, Overdraft
+from policies.windows import ALIAS, DEPLOYMENT, KEY, SESSION, TAG, USER, Overdraft
 
 TAGS_MAX = 16
 """The tags of a request that its rows of the ledger have."""
@@ -61,10 +61,12 @@ _HEADER_CHARS = 200
 def values_of(identity: Identity, alias: str, body: Mapping[str, Any], labels: Labels) -> dict[str, str]:
     """The values of a request on the axes of its team's budgets."""
     values = {KEY: str(identity.key.id), ALIAS: alias, USER: _user(body)}
-    names = {budget.axis for budget in identity.budgets if budget.axis.startswith(TAG)}
-    if names:
+    axes = {budget.axis for budget in identity.budgets}
+    if names := [axis for axis in axes if axis.startswith(TAG)]:
         sent = _tags(labels)
         values |= {name: sent.get(name.removeprefix(TAG), "") for name in names}
+    if SESSION in axes:
+        values[SESSION] = session_of(body, labels)
     return values
 
 
@@ -78,8 +80,8 @@ def booked_labels(turn: Turn) -> dict[str, str]:
     booked = {}
     if user := _user(body):
         booked["user"] = _kept(user)
-    if session := _session(body, labels):
-        booked["session"] = _kept(session)
+    if session := session_of(body, labels):
+        booked["session"] = session
     if labels is not NO_LABELS:
         tags = {_kept(name): _kept(value) for name, value in islice(_tags(labels).items(), TAGS_MAX)}
         tags = {name: value for name, value in tags.items() if name and value}
@@ -96,7 +98,7 @@ def identity_headers(
     """
     tags = _tags(labels)
     values = {"team": str(identity.team.id), "key": str(identity.key.id), "user": _user(body)}
-    values["session"] = _session(body, labels) or first_turn.hex()
+    values["session"] = session_of(body, labels) or first_turn.hex()
     found = [(name, values.get(source) or tags.get(source.partition(":")[2], "")) for name, source in sources.items()]
     return tuple([(name.lower(), quote(value[:_HEADER_CHARS])) for name, value in found if value])
 
@@ -115,9 +117,11 @@ def _user(body: Mapping[str, Any]) -> str:
     return _text(body.get("user") if user is None else user)
 
 
-def _session(body: Mapping[str, Any], labels: Labels) -> str:
-    """The session that a request names: in its tag `session_id`, else in `prompt_cache_key`."""
-    return _tags(labels).get("session_id") or _text(body.get("prompt_cache_key"))
+def session_of(body: Mapping[str, Any], labels: Labels) -> str:
+    """The session that a request names, as budgets, rows and headers have it: in one of
+    SESSION_HEADERS, else in its tag `session_id`, else in `prompt_cache_key`. Empty without one.
+    """
+    return _kept(labels.session or _tags(labels).get("session_id") or _text(body.get("prompt_cache_key")))
 
 
 def _tags(labels: Labels) -> dict[str, str]:

@@ -2,8 +2,7 @@
 
     Looked      4, 5, 6    what the cache said, with a verifier's question before an answer found by
                            meaning is served. An input guard's word belongs here
-    Holds       7          `holds.py`: tokens and money, which 9 adds to and 10 settles. The budget of a
-                           session belongs there
+    Holds       7          `holds.py`: tokens and money, which 9 adds to and 10 settles
     Answered    8, 9       what was tried, and what answered. An output guard's word belongs here
     Stored      10         the cost, and what the cache kept
 
@@ -64,6 +63,7 @@ class Looked(msgspec.Struct, frozen=True):
     words_key: bytes | None = None  # by which the words of its prompt find an answer
     warm: dict[str, int] = {}  # the prompt tokens that deployments saw last, by name
     degraded: tuple[str, ...] = ()  # failed parts that the request did without
+    loop: str = ""  # that the request is part of (`loops.py`)
     is_stale: bool = False  # a newer answer than `entry` is made beside it
     is_claimed: bool = False  # other workers wait for its entry
     claimed_for_ms: float | None = None  # another worker had been making its entry for so long

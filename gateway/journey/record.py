@@ -32,6 +32,7 @@ class RequestFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     # the client's text in `model` where it is no alias itself; bounded, never a label
     model: str = msgspec.field(default="", name="asked")
     is_stream: bool = False
+    loop: str = ""  # that it is part of: repeated_tool_calls | repeated_requests
     # as in rows of the ledger; in no log
     user: str = ""
     session: str = ""

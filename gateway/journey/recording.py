@@ -10,6 +10,7 @@ from cache import Entry, Fingerprint
 from gateway.accounts import Identity
 from gateway.journey.flight import Flight, Reply
 from gateway.journey.generation import Generation
+from gateway.journey.loops import LOOPS
 from gateway.journey.needs import booked_labels
 from gateway.journey.outcomes import Hedged, MoneyFacts, Rejection, SemanticResult
 from gateway.journey.record import AnswerFacts, CacheFacts, Record, RequestFacts, Times, VerifierFacts
@@ -63,6 +64,9 @@ def record_of(
         model=shown(model) if model != alias else "",
         is_stream=turn is not None and turn.is_stream,
     )
+    looked = flight.generation.looked if flight is not None else reply.looked if reply is not None else None
+    if loop := ended.error if ended.error in LOOPS else looked.loop if looked is not None else "":
+        request = replace(request, loop=loop)
     if turn is not None and (labels := booked_labels(turn)):
         request = replace(request, **labels)
     if (trace := arrival.trace) is not None:

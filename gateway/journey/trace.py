@@ -14,6 +14,7 @@ from contextvars import ContextVar
 import msgspec
 
 from gateway.settings import TraceSettings
+from ipc import TRACE_ID
 
 REQUEST = "request"
 """The name of the span of a whole request."""
@@ -69,6 +70,7 @@ def trace_of(headers: Mapping[str, str], request_id: str, traces: TraceSettings)
     is_off = traces.endpoint is None
     if is_off and _HEADERS.isdisjoint(headers):
         CURRENT.set(None)
+        TRACE_ID.set("")
         return None
     named = [(name, headers[name]) for name in sorted(_HEADERS) if name in headers]
     sent = tuple((name, value) for name, value in named if value.isascii() and value.isprintable())
@@ -82,6 +84,7 @@ def trace_of(headers: Mapping[str, str], request_id: str, traces: TraceSettings)
             is_sampled = int(trace_id[16:], 16) < traces.sample * _WHOLE
     trace = Trace(trace_id, span_id, parent_id, is_sampled, sent)
     CURRENT.set(trace)
+    TRACE_ID.set(trace_id)
     return trace
 
 

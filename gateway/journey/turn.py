@@ -77,11 +77,29 @@ def arrive(
     return Arrival(request_id, at_s, operation, "" if caller is None else caller.batch, trace)
 
 
+SESSION_HEADERS = {
+    "x-sameway-session": "what `sameway run` starts, and any client that sets it",
+    "x-litellm-session-id": "clients that are set up for LiteLLM",
+    "x-litellm-trace-id": "the same",
+    "x-claude-code-session-id": "Claude Code 2.1.197, its subagents too",
+    "session-id": "Codex CLI 0.171.0; its `thread-id` is that of a subagent",
+    "session_id": "Codex CLI before, pi",
+    "x-parent-session-id": "opencode 1.18.33, for its subagents",
+    "x-session-id": "opencode 1.18.33",
+    "x-opencode-session": "opencode, with a provider of its own",
+    "x-session-affinity": "opencode before, pi",
+}
+"""The headers that name a session, each before those below it, and who sends them."""
+
+
 class Labels(msgspec.Struct, frozen=True):
-    """A request's tags for budgets, as sent: the body's `metadata` and the header with tags."""
+    """What a request goes by in budgets, as sent: the body's `metadata`, the header with tags, and the
+    session of SESSION_HEADERS.
+    """
 
     metadata: Any = None
     header: str = ""
+    session: str = ""
 
 
 NO_LABELS = Labels()
@@ -188,12 +206,15 @@ def turn_of(
 
 
 def labels_of(headers: Mapping[str, str], metadata: Any) -> Labels:
-    """The tags in `headers`, by lower-case name, and in a body's `metadata`."""
-    header = headers.get("x-sameway-tags", "")
-    if metadata is None and not header:
+    """The tags and the session in `headers`, by lower-case name, and a body's `metadata`."""
+    header, session = headers.get("x-sameway-tags", ""), ""
+    if not SESSION_HEADERS.keys().isdisjoint(headers):
+        session = next(filter(None, [headers.get(name, "").strip() for name in SESSION_HEADERS]), "")
+    if metadata is None and not header and not session:
         return NO_LABELS
     # a header is UTF-8 here, so that its values equal those of a body
-    return Labels(metadata, header.encode("latin-1", "replace").decode("utf-8", "replace"))
+    texts = [text.encode("latin-1", "replace").decode("utf-8", "replace") for text in (header, session)]
+    return Labels(metadata, *texts)
 
 
 def read_controls(cache_control: str, fields: Any) -> Controls:

@@ -20,10 +20,10 @@ import structlog
 from structlog.typing import EventDict
 
 from gateway.journey.record import Record, flat
-from gateway.journey.trace import CURRENT
 from gateway.loggers import get_logger
 from gateway.settings import Settings
 from gateway.telemetry.buckets import NOT_OUR_FAILURES
+from ipc import TRACE_ID
 from policies.durations import duration_ms
 from policies.prices import dollars
 
@@ -210,8 +210,8 @@ def _stamp(_logger: Any, method: str, event: EventDict) -> EventDict:
 
 
 def _traced(_logger: Any, _method: str, event: EventDict) -> EventDict:
-    if (trace := CURRENT.get()) is not None and trace.id:
-        event.setdefault("trace_id", trace.id)
+    if trace_id := TRACE_ID.get():
+        event.setdefault("trace_id", trace_id)
     return event
 
 
@@ -271,6 +271,7 @@ _PRETTY_REST = (
     "error",
     "asked",
     "refusal",
+    "loop",
     "miss_reason",
     "similarity",
     "store",

@@ -188,6 +188,12 @@ AWAITED = _counter(
 AWAITED_TIME = _counter(
     "sameway_awaited_seconds_total", "Time that requests waited for other workers and hosts.", "model"
 )
+LOOPS = _counter(
+    "sameway_loops_total",
+    "Requests of agents that repeat themselves: loop is repeated_tool_calls or repeated_requests, outcome marked or "
+    "refused.",
+    "model loop outcome",
+)
 WRONG_KEYS = _counter(
     "sameway_wrong_keys_total",
     "Keys refused at login, admin_api, metrics or readyz: wrong, or not_read after too many wrong ones.",

@@ -135,6 +135,10 @@ class Metrics:
         if answer.queued_ms or is_refused:
             self.add(names.QUEUED, 1, request.alias, "refused" if is_refused else "waited")
             self.add(names.QUEUED_TIME, answer.queued_ms / 1e3, request.alias)
+        if request.loop:
+            self.add(
+                names.LOOPS, 1, request.alias, request.loop, "refused" if ended.error == request.loop else "marked"
+            )
         if cache.awaited:
             self.add(names.AWAITED, 1, request.alias, cache.awaited)
             self.add(names.AWAITED_TIME, cache.awaited_ms / 1e3, request.alias)

@@ -39,7 +39,7 @@ _PROVIDERS = {"openai": "openai", "anthropic": "anthropic", "local": "sameway"}
 # of a request's span: fields of its record
 _SHOWN = (
     *("request_id", "team", "alias", "cache", "similarity", "miss_reason", "store", "deployment", "why"),
-    *("verifier", "verdict", "cost_microusd", "saved_microusd"),
+    *("verifier", "verdict", "cost_microusd", "saved_microusd", "made_in"),
 )
 _ATTRIBUTES = {
     **{f"sameway.{name}": attrgetter(PATHS[name]) for name in _SHOWN},

@@ -5,6 +5,7 @@
     ├── BadRequest         400 the request is not valid, `param` names the field
     │   ├── BeyondChat     400 no chat completion can express the request
     │   └── ThreadUnsupported 400 a conversation that the provider would keep
+    ├── LoopRefused        400 the agent repeats itself
     ├── Unauthenticated    401
     ├── Forbidden          403 the key may not use this model
     ├── NotFound           404 an unknown model or route
@@ -17,6 +18,7 @@
     ├── StorageFull        507 no room on the disk for a file
     ├── RateLimited        429 with retry-after: a retry can succeed
     ├── BudgetExceeded     429 insufficient_quota, x-should-retry: false
+    │   └── SessionSpent   402 the same, of a session in total
     ├── NotCached          504 only-if-cached, and no cached answer
     ├── DeadlineExceeded   504 the client's deadline would pass first
     ├── Upstream           the failure of the last deployment tried
@@ -236,11 +238,21 @@ class BudgetExceeded(ApiError):
         self.resets_in_s = float("inf") if resets_in_s is None else resets_in_s
 
 
+class SessionSpent(BudgetExceeded):
+    """A session has no room in its total: agents that try again after any 429 stop at a 402."""
+
+    status = 402
+
+
 def last_to_reset(errors: Iterable[ApiError]) -> ApiError | None:
     """The refusal whose budget resets last, else the first refusal; None without refusals."""
     found = list(errors)
     budgets = [error for error in found if isinstance(error, BudgetExceeded)]
     return max(budgets, key=lambda error: error.resets_in_s) if budgets else next(iter(found), None)
+
+
+class LoopRefused(ClientError):
+    """The request is part of a loop, which `loops.action` refuses."""
 
 
 class NotCached(ClientError):

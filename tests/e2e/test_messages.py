@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -262,9 +263,20 @@ def test_a_tool_starts_with_the_gateway_as_its_provider(gateway: Gateway, tmp_pa
     assert asked in first
     ended = run_tool("--url", gateway.root, "--model", "mock", "--", sys.executable, "-c", "raise SystemExit(7)")
     assert ended.returncode == 7
-    codex = tmp_path / "codex"
+    codex, opencode = tmp_path / "codex", tmp_path / "opencode"
     codex.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    codex.chmod(0o755)
+    opencode.write_text(
+        '#!/bin/sh\nprintf "%s\\n" "$OPENCODE_CONFIG_CONTENT" "$SAMEWAY_SESSION" "$ANTHROPIC_CUSTOM_HEADERS"\n'
+    )
+    for tool in (codex, opencode):
+        tool.chmod(0o755)
+    config, session, header = run_tool(
+        "--url", gateway.root, "--model", "mock", "--", str(opencode)
+    ).stdout.splitlines()
+    assert header == f"x-sameway-session: {session}"
+    told = json.loads(config)
+    assert (told["model"], told["provider"]["sameway"]["models"]) == ("sameway/mock", {"mock": {}})
+    assert told["provider"]["sameway"]["options"]["headers"] == {"x-sameway-session": session}
     given = run_tool("--url", gateway.root, "--model", "mock", "--", str(codex), "exec", "hello").stdout.splitlines()
     assert given[-2:] == ["exec", "hello"]
     assert set(given[:-2:2]) == {"-c"}
@@ -272,6 +284,7 @@ def test_a_tool_starts_with_the_gateway_as_its_provider(gateway: Gateway, tmp_pa
     assert (chosen["model_provider"], chosen["model"]) == ("sameway", "mock")
     provider = chosen["model_providers"]["sameway"]
     assert (provider["base_url"], provider["env_key"]) == (f"{gateway.root}/v1", "OPENAI_API_KEY")
+    assert provider["http_headers"]["x-sameway-session"] not in ("", session)
 
 
 def test_a_tool_does_not_start_without_a_gateway(gateway: Gateway) -> None:

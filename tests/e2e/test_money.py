@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from openai import OpenAI, RateLimitError
 
-from tests.e2e.gateway import Gateway, wait_for
+from tests.e2e.gateway import Gateway, deployment, run_gateway, wait_for
 from tests.e2e.upstream import Upstream
 
 _fresh = itertools.count()
@@ -58,6 +60,53 @@ def test_a_budget_is_never_passed(gateway: Gateway, upstream: Upstream) -> None:
     wait_for(lambda: ledger_microusd(gateway, team_id) == state["spent_microusd"], 10)
     costs = [float(r.headers["x-sameway-cost-usd"]) for r in replies if r.status_code == 200]
     assert round(sum(costs) * 1e6) == state["spent_microusd"]
+
+
+@pytest.fixture
+def workers(upstream_process: Upstream, tmp_path: Path) -> Iterator[Gateway]:
+    """A gateway of two workers, whose one model costs half a cent for ten tokens."""
+    dear = deployment(upstream_process.url, "dear", output_tokens_max=50) | {"price": {"output_usd_per_mtok": 500.0}}
+    with run_gateway(tmp_path, {"workers": 2, "models": {"dear": {"deployments": [dear]}}}) as gateway:
+        gateway.wait_ready()
+        yield gateway
+
+
+@pytest.mark.long
+def test_racing_calls_of_a_run_never_pass_its_budget(workers: Gateway) -> None:
+    """600 calls at once, over both workers, against a run's $1.25: what is held and spent stays under it, also while
+    they run; another run is served; the refusal says what to do, in each surface's shape.
+    """
+    gateway = workers
+    team_id, key = new_team(gateway)
+    limit = {"axis": "session", "window": "total", "limit_microusd": 1_250_000}
+    made = gateway.admin("POST", f"/teams/{team_id}/budgets", json=limit)
+    run = {"authorization": f"Bearer {key}", "x-sameway-session": f"run {team_id}"}
+    seen = list[int]()
+
+    def ask(number: int, path: str = "/chat/completions") -> httpx.Response:
+        body = {"model": "dear", "max_tokens": 50, "messages": [{"role": "user", "content": f"run {team_id} {number}"}]}
+        return client.post(f"{gateway.base_url}{path}", json=body, headers=run)
+
+    with httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0)) as client:
+        with ThreadPoolExecutor(40) as pool:
+            asking = [pool.submit(ask, number) for number in range(600)]
+            while not all(each.done() for each in asking):
+                state = budget_of(gateway, team_id)
+                seen.append(state["spent_microusd"] + state["held_microusd"])
+        statuses = [each.result().status_code for each in asking]
+        assert set(statuses) == {200, 402}
+        assert 0 < max(seen) <= 1_250_000
+        messages = ask(0, "/messages")
+        assert (messages.status_code, messages.json()["error"]["type"]) == (402, "billing_error")
+        assert "Stop here and tell your user" in messages.json()["error"]["message"]
+        run["x-sameway-session"] = "another"
+        assert ask(0).status_code == 200
+    wait_for(lambda: budget_of(gateway, team_id)["held_microusd"] == 0, 5)
+    values = gateway.admin("GET", f"/budgets/{made['id']}/values")["values"]
+    (spent,) = [each["spent"] for each in values if each["value"] == f"run {team_id}"]
+    assert 1_250_000 - 30_000 < spent <= 1_250_000
+    sums = gateway.admin("GET", "/ledger/sums", params={"team_id": team_id, "by": "session"})["sums"]
+    assert {row["session"]: row["cost_microusd"] for row in sums}[f"run {team_id}"] == spent
 
 
 def test_a_broke_team_gets_its_cached_answers(gateway: Gateway, upstream: Upstream) -> None:

@@ -214,7 +214,7 @@ def test_an_engine_comes_and_goes(changing: Changing) -> None:
 
     wait_for(is_there, 120, changing.gateway.why_not_ready)
     assert any("%" in detail for detail in seen), seen
-    assert len(changing.gateway.children("local_engine")) == 1
+    assert len(changing.gateway.children("local_engine.process")) == 1
     body = {
         "model": "grown",
         "messages": [{"role": "user", "content": "Count to 100."}],

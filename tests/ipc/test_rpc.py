@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,7 +14,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from ipc import CallFrame, IncomingCall, ReplyFrame, RpcClient, RpcServer, Wire, add_options, argv_of, options_from
+from ipc import (
+    TRACE_ID,
+    CallFrame,
+    IncomingCall,
+    ReplyFrame,
+    RpcClient,
+    RpcServer,
+    Wire,
+    add_options,
+    argv_of,
+    options_from,
+)  # fmt: skip
+from ipc.logs import JsonFormatter
 from tests.rpc import StandIn
 
 
@@ -56,6 +69,7 @@ class Ends:
                 state=lambda: "well",
                 on_call=self.calls.put_nowait,
                 on_cancel=lambda call: self.cancelled.put_nowait(call.body),
+                slow_s=0.05,
             )
         )
         self.client = RpcClient(path, WIRE, on_state=self.states.append, lost=Gone, look_s=0.05)
@@ -151,6 +165,38 @@ async def test_too_big_a_message_fails_its_own_call(tmp_path: Path) -> None:
         assert await asyncio.wait_for(both.cancelled.get(), 5) == "part"  # no more is made of it
         kept.reply("well")
         assert await other.only(5) == "well"
+
+
+async def test_a_slow_or_failed_call_is_logged_with_the_trace_of_its_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each such call has a line without its texts, also one that was left; a good one, and one without a trace, has none."""
+    caplog.set_level("INFO", "ipc")
+    async with ends(tmp_path) as both:
+
+        def call(body: str, trace_id: str) -> Any:
+            TRACE_ID.set(trace_id)
+            return both.client.call(body)
+
+        asked = {body: call(body, trace_id) for body, trace_id in (("good", "a"), ("wrong", "b"), ("odd", "c"))}
+        asked |= {body: call(body, trace_id) for body, trace_id in (("slow", "d"), ("left", "e"), ("untraced", ""))}
+        calls = {call.body: call for call in [await both.calls.get() for _ in asked]}
+        calls["good"].reply("well")
+        calls["wrong"].fail(Refused(3))
+        calls["odd"].fail(ValueError("a text"))
+        await asyncio.sleep(0.06)
+        await asked["left"].aclose()
+        assert await both.cancelled.get() == "left"
+        calls["slow"].reply("late")
+        calls["untraced"].reply("late")
+    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+    assert [(line["trace_id"], line["event"].partition(" after ")[0]) for line in lines] == [
+        ("b", "str: Refused"),
+        ("c", "a call failed"),
+        ("c", "str: Gone"),
+        ("e", "str: cancelled"),
+        ("d", "str: answered"),
+    ]
 
 
 async def test_an_id_that_is_in_use_ends_its_connection(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway.journey.turn import SESSION_HEADERS
 from tests.world import Finish, Team, Tokens, World, broken, unavailable
 
 LONG = 4_000
@@ -88,6 +89,33 @@ async def test_rows_have_the_user_the_session_and_the_tags_of_their_request(worl
     assert [(row.region, row.deployment) for row in (one, five)] == [("eu-west-1", "dear"), ("", five.deployment)]
 
 
+async def test_a_run_has_a_budget_under_the_name_that_its_rows_have(world: World, team: Team) -> None:
+    """Whatever names a session, the count and the ledger have it alike; a request that names none is not held to it."""
+    run = await world.budget(team, LONG, axis="session", window="total")
+    named = [(name, {"headers": {name: f" run of {name} "}}) for name in SESSION_HEADERS]
+    named += [("x", {"metadata": {"session_id": "run of x"}}), ("y", {"prompt_cache_key": "run of y"})]
+    named += [("z", {"headers": {"x-sameway-session": "run of z", "session-id": "-"}, "prompt_cache_key": "-"})]
+    long = "x" * 300
+    for source, how in [*named, ("long", {"headers": {"session-id": long}})]:
+        assert (await world.ask(source, model="dear", key=team.key, **how)).status == 200
+    names = [row.session for row in await world.ledger()]
+    assert names[:-1] == [f"run of {source}" for source, _ in named]
+    assert {value[1:] for value in await world.used_of(run)} == set(names)
+    world.backends["dear"].plays("x", Finish(), Tokens(prompt=10, completion=1_000))
+    said: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1000}
+    for path, body in (("chat/completions", said), ("responses", {"input": "b"}), ("messages", {**said, "top_k": 5})):
+        headers = {"session-id": path, "cache-control": "no-cache"}
+        how = {"model": "dear", "key": team.key, "path": f"/v1/{path}", "headers": headers, **body}
+        assert (await world.ask(None, **how)).status == 200
+        refused = await world.ask(None, **how)
+        assert (refused.status, refused.headers["x-should-retry"]) == (402, "false")
+        words = refused.error["message"]
+        assert f"total budget of $0.004 for the session {path}: $0.00201 is spent" in words
+        assert words.endswith("a new session has a budget of its own, and your admin can raise this one.")
+    assert refused.error["type"] == "billing_error"
+    assert (await world.ask("more", model="dear", key=team.key)).status == 200
+
+
 async def test_tags_of_responses_count(world: World, team: Team) -> None:
     """The Responses API's metadata is not lost on the way."""
     tag = await world.budget(team, 10**6, axis="tag:project")
@@ -139,7 +167,10 @@ async def test_a_spent_deployment_is_passed_over_with_a_reason(world: World, tea
 
 async def test_the_books_agree_on_every_axis(world: World, team: Team) -> None:
     """After failures in the middle, leavers and answers without usage, each count is the ledger's sum, and nothing is held."""
-    axes = [await world.budget(team, 10**7, axis=axis) for axis in ("user", "key", "alias", "deployment", "tag:p")]
+    axes = [
+        await world.budget(team, 10**7, axis=axis)
+        for axis in ("user", "key", "alias", "deployment", "tag:p", "session")
+    ]
     rolling = await world.budget(team, 10**7, window="rolling", rolling_s=3600)
     requests = await world.budget(team, 100, unit="requests")
     tokens = await world.budget(team, 10**7, unit="tokens")
@@ -147,12 +178,14 @@ async def test_the_books_agree_on_every_axis(world: World, team: Team) -> None:
     world.backends["dear-first"].plays_once("half ", broken())
     world.backends["dear-first"].plays_once(unavailable())
     for number in range(4):
-        await world.ask(f"q{number}", model="breaking", key=team.key, user="alice", metadata={"p": "x"})
+        await world.ask(
+            f"q{number}", model="breaking", key=team.key, user="alice", metadata={"p": "x"}, prompt_cache_key="r"
+        )
     world.backends["dear"].plays("no usage", Finish())
-    await world.ask("q", model="dear", key=team.key, user="bob")
+    await world.ask("q", model="dear", key=team.key, user="bob", prompt_cache_key="r")
     never = asyncio.Event()
     world.backends["dear"].plays("one ", never)
-    client = world.begin("leaves", model="dear", key=team.key, stream=True, user="bob")
+    client = world.begin("leaves", model="dear", key=team.key, stream=True, user="bob", prompt_cache_key="s")
     await client.sees("one ")
     client.leave()
     await client.reply()

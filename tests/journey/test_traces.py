@@ -65,7 +65,7 @@ async def test_a_miss_is_a_tree_below_the_clients_span(open_traced: OpenTraced) 
     (root,), (call,) = roots(spans), calls(spans)
     assert (ids(root)[0], parent(root)) == (TRACE, SPAN)
     assert {(ids(one)[0], parent(one)) for one in spans if one is not root} == {(TRACE, ids(root)[1])}
-    assert {one.name for one in spans} == {
+    assert {one.name for one in spans} - {"receive"} == {  # a busy machine is slow with a body
         "chat mock",
         "exact lookup",
         "semantic lookup",
@@ -113,6 +113,7 @@ async def test_a_hit_is_linked_to_the_trace_that_made_its_answer(open_traced: Op
     assert ids(served)[0] != TRACE
     (link,) = served.links
     assert (format_trace_id(link.context.trace_id), format_span_id(link.context.span_id)) == ids(made)
+    assert (served.attributes or {})["sameway.made_in"] == "-".join(ids(made))
     assert {one.name for one in world.spans() if parent(one) == ids(served)[1]} == {"exact lookup"}
 
 

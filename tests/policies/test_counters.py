@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 from redis.asyncio import Redis
 
 from policies import Budget, Budgets, Hold, Refused, WindowKind
-from policies.counters import Need
-from policies.holds import READY_KEY, Charge, Taken
+from policies.budgets import OwnSpend
+from policies.counters import SESSION_KEPT_MS, Need
+from policies.holds import LEDGER_LOCK, READY_KEY, Charge, Taken, count_keys
 from policies.pace import pace_of
-from policies.windows import DEPLOYMENT, TEAM, USER, Overdraft, Unit
+from policies.windows import DEPLOYMENT, SESSION, TEAM, USER, Overdraft, Unit
 from tests.policies.clock import Clock
 
 NOON_S = datetime(2096, 11, 21, 12, 0, tzinfo=UTC).timestamp()
@@ -260,3 +262,69 @@ def test_counts_of_teams_are_not_those_of_others() -> None:
     ):
         assert not other.is_shared
     assert Taken("a", "h|1", 1, 0).field == ""
+
+
+RUN = Budget(9, 7, WindowKind.TOTAL, 125, axis=SESSION)
+
+
+def by(session: str, microusd: int = 60) -> Need:
+    return Need(microusd, tokens=5, values={SESSION: session})
+
+
+async def test_every_session_has_a_limit_of_its_own(budgets: Budgets) -> None:
+    """However many there are, also beyond those listed, each is held to its limit; requests without one to none."""
+    for number in range(20):
+        await spend(budgets, f"a{number}", by(f"run-{number}"), RUN)
+        await spend(budgets, f"b{number}", by(f"run-{number}"), RUN)
+        refused = await budgets.reserve(f"c{number}", 7, (RUN,), by(f"run-{number}"), 60)
+        assert isinstance(refused, Refused)
+        assert (refused.state.value, refused.state.spent, refused.resets_in_s) == (f"=run-{number}", 120, None)
+    assert len([value for value in await used(budgets, RUN) if value != "*"]) == 3
+    none_named = await budgets.reserve("d", 7, (RUN,), by("", 500), 60)
+    assert none_named == budgets.unreserved("d", 7)
+    of_none = Budget(10, 7, WindowKind.TOTAL, 100, axis=SESSION, value="")
+    await spend(budgets, "e", by("", 100), RUN, of_none)
+    assert isinstance(await budgets.reserve("f", 7, (of_none,), by("", 1), 60), Refused)
+
+
+async def test_racing_calls_of_a_session_never_pass_its_limit(budgets: Budgets) -> None:
+    """Of 90 at once those are held that fit; a second session is not touched; nothing stays held."""
+    tries = [budgets.reserve(f"h{i}", 7, (RUN,), by("run", 20), 60) for i in range(90)]
+    held = [one for one in await asyncio.gather(*tries) if isinstance(one, Hold)]
+    assert len(held) == 6
+    await spend(budgets, "other", by("other"), RUN)
+    await asyncio.gather(*(budgets.settle(one, 20, b"", charges(one, 20)) for one in held))
+    assert await used(budgets, RUN) == {"=run": (120, 0), "=other": (60, 0)}
+
+
+async def test_a_session_at_rest_is_forgotten(redis: Redis) -> None:
+    """Each use of its count puts the end off; 300 sessions that rested for as long leave no key of theirs."""
+    await redis.set(READY_KEY, "1")
+    clock = Clock(time.time())
+    now = Budgets(redis, clock, values_max=3)
+    hold = await spend(now, "a", by("run"), RUN)
+    key = count_keys(hold.more[0].name)[0]
+    assert await redis.pttl(key) == pytest.approx(SESSION_KEPT_MS, abs=60_000)
+    clock.now_s += 3600
+    await spend(now, "b", by("run"), RUN)
+    assert await redis.pttl(key) == pytest.approx(SESSION_KEPT_MS + 3_600_000, abs=60_000)
+    await redis.flushall()
+    await redis.set(READY_KEY, "1")
+    rested = Budgets(redis, Clock(time.time() - SESSION_KEPT_MS / 1000 - 1))
+    for number in range(300):
+        await spend(rested, f"h{number}", by(f"run-{number}"), RUN)
+    assert [key for pattern in ("spend:b*", "holds:b*", "values:*") for key in await redis.keys(f"*{pattern}")] == []
+
+
+async def test_a_session_is_counted_again_from_the_ledger(budgets: Budgets, redis: Redis, clock: Clock) -> None:
+    """Where Redis lost its counts, the ledger's sum of a session holds it to its limit, and lists it."""
+    hold = await spend(budgets, "a", by("run", 100), RUN)
+    await redis.flushall()
+    (row,) = charges(hold, 100)
+    await redis.set(LEDGER_LOCK, "lock")
+    assert await budgets.restate_own([OwnSpend(row.name, row.field, row.amount, row.keep_until_ms)], "lock") == 1
+    await budgets.mark_ready("lock")
+    refused = await budgets.reserve("b", 7, (RUN,), by("run", 26), 60)
+    assert isinstance(refused, Refused)
+    await spend(budgets, "c", by("run", 25), RUN)
+    assert await used(budgets, RUN) == {"=run": (125, 0)}
