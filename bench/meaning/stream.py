@@ -111,6 +111,8 @@ class Traffic:
 
     def probe(self, request: Request) -> Outcome:
         """What the request would get; the cache learns nothing from it."""
+        if self.gate is not None:
+            self.gate.pay(request.query)
         return self._decide(request).outcome
 
     def store(self, request: Request) -> None:

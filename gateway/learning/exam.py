@@ -21,9 +21,8 @@ _RULED_MIN = 0.5
 _AGAIN = 0.02  # the share of further questions with an exam's question beside them
 _KEPT, _SPACES_MAX = 6, 1_000
 _SHORT = 3  # letters of a word that any two prompts may share
-_UNLIKELY = 0.1
 _FALSE_YES, _FALSE_YES_WEIGHT = 0.03, 60  # the share of false yes before the first answer, and what it weighs
-_EXPECTED = 8.0  # wrong hits as expected, beside those of the checks: a few checks say little
+_UNLIKELY, _EXPECTED = 0.1, 8.0  # a p; wrong hits as expected, beside those of the checks: a few say little
 
 
 class Exam:

@@ -16,6 +16,8 @@ from bench.meaning import measure
 from bench.meaning.additions import Addition, load_additions, longer_text
 from bench.meaning.moving import kind_of, of_notes
 from bench.meaning.rows import kind
+from cache import MissReason, Trial
+from cache.decision.rule import Decision, NamespaceCounters
 from tests.cache.fakes import FakeEmbedder
 
 Row = dict[str, Any]
@@ -101,6 +103,28 @@ def test_pairs_are_sent_alone_cold_and_beside_verdicts(tmp_path: Path) -> None:
     assert [(row["group"], row["is_cold"], row["count"], row["served"]) for row in rows] == [
         ("different", True, 2, 1), ("same", True, 1, 1), ("different", False, 2, 1), ("same", False, 1, 1),
     ]  # fmt: skip
+
+
+class Doubtful(measure.Cosine):
+    """Leaves what it would serve to a verifier."""
+
+    def decide(self, *asked: Any) -> tuple[Decision, NamespaceCounters]:
+        decision, counters = super().decide(*asked)
+        if decision.served is None:
+            return decision, counters
+        trial = Trial(ranked=(asked[1][0].exact,), features=b"", p=0.3, chance=1.0, rule=b"")
+        return Decision(None, (MissReason.UNSURE,) * len(asked[1]), trial, ((0, 0.3, b""),)), counters
+
+
+def test_a_pair_is_put_to_the_verifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request of a trial pays into its namespace's account like any other: else no question would be asked."""
+    monkeypatch.setattr(measure, "rules", lambda error_max: {"verified": lambda: Doubtful(0.99)})
+    file = tmp_path / "pairs.jsonl"
+    pair = {"id": "1", "part": "english", "kind": "names", "language": "en", "a": "a b", "b": "b a", "same": True}
+    file.write_text(json.dumps(pair))
+    beside = made(tmp_path / "other", [{"text": f"word{n}", "label": n} for n in range(3)])
+    rows = rows_of(tmp_path, "--pairs", file, "--beside", beside, "--verifier", 0)
+    assert [row["verified"] for row in rows if row["group"] == "same"] == [1, 1]
 
 
 def test_a_shift_of_topic_shows_both_topics_with_and_without(tmp_path: Path) -> None:
