@@ -29,6 +29,8 @@ from starlette.routing import Match
 
 from cache import CacheUnavailable, ExactCache, SemanticClient
 from cache.redis_link import RedisLink
+from gateway.access.people import Bearers
+from gateway.access.provider import Provider
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.audit import Audit
 from gateway.accounts.database import NoAnswer
@@ -342,7 +344,12 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, fleet)
     lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds)
     learn = learning.learn
-    pipeline = Pipeline(settings, accounts, limits, exact, lookup, money=money, fleet=fleet, emit=emit, learn=learn)
+    provider = Provider(settings)
+    stack.callback(provider.aclose)
+    bearers = Bearers(settings, provider, accounts)
+    pipeline = Pipeline(
+        settings, accounts, limits, exact, lookup, money=money, fleet=fleet, bearers=bearers, emit=emit, learn=learn
+    )
     learning.connect(pipeline)
     for end in (learning.aclose, pipeline.drain, learning.stop):  # the last one first
         stack.push_async_callback(end)
@@ -355,6 +362,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
         settings=settings,
         configuration=Configuration(settings, pipeline, semantic, learning, metrics=metrics, link=link),
         guard=_guard(settings, accounts, metrics, link),
+        provider=provider,
         link=link,
         accounts=accounts,
         ledger=ledger,

@@ -27,7 +27,7 @@ ROOMS = {
     "gateway": (
         "gateway", "__main__", "cli", "doctor", "console", "worker", "supervisor", "child_output", "reconcile", "app",
         "admin", "api", "batches", "alerts", "reload", "learning", "telemetry", "pipeline", "journey", "deployments", "backends",
-        "accounts", "wire", "transport", "exceptions", "loggers", "control", "config_file", "data_dir", "weights", "settings",
+        "access", "accounts", "wire", "transport", "exceptions", "loggers", "control", "config_file", "data_dir", "weights", "settings",
         "reserved", "extras", "version",
     ),
     "cache": (
@@ -52,7 +52,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 3710, "gateway/accounts": 3000, "gateway/admin": 3610, "gateway/alerts": 440, "gateway/api": 4330,
+    "gateway": 3710, "gateway/access": 310, "gateway/accounts": 3000, "gateway/admin": 3610, "gateway/alerts": 440, "gateway/api": 4330,
     "gateway/backends": 3130, "gateway/batches": 1210, "gateway/deployments": 1900, "gateway/journey": 3300,
     "gateway/learning": 1580, "gateway/reconcile": 610, "gateway/telemetry": 2070, "gateway/transport": 800,
     "gateway/wire": 2230, "cache": 1120, "cache/decision": 1050, "cache/encoder": 400, "cache/exact": 1320,

@@ -14,16 +14,17 @@ from fastapi import Depends, Request
 
 from cache import Partition, Purge
 from gateway.accounts import partition_of
-from gateway.accounts.audit import AuditRow
+from gateway.accounts.audit import TEXTS_SHOWN, AuditRow
 
 if TYPE_CHECKING:
     from cache import ExactCache, SemanticClient
     from cache.verdicts import VerdictStore
+    from gateway.access.provider import Provider
     from gateway.accounts.accounts import Accounts
     from gateway.accounts.audit import Audit
     from gateway.accounts.ledger import Ledger
     from gateway.accounts.stored_responses import ResponseStore
-    from gateway.admin.guard import Guard, Operator
+    from gateway.admin.guard import Guard, Principal
     from gateway.admin.models import DeploymentOut
     from gateway.batches.batches import Batches
     from gateway.deployments.fleet import Fleet
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from policies import Budgets
 
 
+_NOTED_S = 600.0  # pages read themselves again
+_NOTED_MAX = 1_000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminParts:
     """The parts that the pages and the API need.
@@ -48,6 +53,7 @@ class AdminParts:
     settings: Settings
     configuration: Configuration
     guard: Guard
+    provider: Provider
     accounts: Accounts
     ledger: Ledger
     audit: Audit
@@ -69,13 +75,37 @@ class AdminParts:
     version: str
     clock: Callable[[], float] = time.time
     started_at_s: float = field(default_factory=time.time)
+    texts_noted: dict[tuple[str, str, str], float] = field(default_factory=dict)
 
     def audit_row(
-        self, action: str, entry: str, operator: Operator, team_id: int = 0, request_id: str = ""
+        self, action: str, entry: str, operator: Principal, team_id: int = 0, request_id: str = ""
     ) -> AuditRow:
         """A row of the audit log, as of now."""
-        at_ms, who = int(self.clock() * 1000), operator._asdict()
-        return AuditRow(at_ms=at_ms, action=action, team_id=team_id, request_id=request_id, entry=entry, **who)
+        return AuditRow(
+            at_ms=int(self.clock() * 1000),
+            action=action,
+            team_id=team_id,
+            request_id=request_id,
+            entry=entry,
+            actor=operator.actor,
+            client=operator.client,
+            way=operator.way,
+        )
+
+    async def shows_texts(self, operator: Principal, what: str) -> bool:
+        """Whether the operator may read texts of requests; if so, the audit log has it, once in `_NOTED_S`
+        for each list `what`.
+        """
+        if not operator.is_admin:
+            return False
+        noted, now_s = (operator.actor, operator.client, what), self.clock()
+        if now_s - self.texts_noted.get(noted, -_NOTED_S) >= _NOTED_S:
+            # first: what cannot be audited is not shown
+            await self.audit.add(self.audit_row(TEXTS_SHOWN, what, operator))
+            if len(self.texts_noted) >= _NOTED_MAX:
+                self.texts_noted.clear()
+            self.texts_noted[noted] = now_s
+        return True
 
     async def entries_of(self, conditions: Mapping[str, Any]) -> Purge:
         """Which entries meet the conditions of a body; those that are None say nothing. Raises DoesNotExist."""

@@ -63,7 +63,7 @@ def record_of(
         model=shown(model) if model != alias else "",
         is_stream=turn is not None and turn.is_stream,
     )
-    if turn is not None and (labels := booked_labels(turn)):
+    if turn is not None and identity is not None and (labels := booked_labels(turn, identity)):
         request = replace(request, **labels)
     if (trace := arrival.trace) is not None:
         request = replace(
