@@ -343,13 +343,11 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
     learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, fleet)
     lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds)
-    learn = learning.learn
     provider = Provider(settings)
     stack.callback(provider.aclose)
-    bearers = Bearers(settings, provider, accounts)
-    pipeline = Pipeline(
-        settings, accounts, limits, exact, lookup, money=money, fleet=fleet, bearers=bearers, emit=emit, learn=learn
-    )
+    keys, learn = Bearers(settings, provider, accounts), learning.learn
+    services: dict[str, Any] = {"money": money, "fleet": fleet, "bearers": keys, "emit": emit, "learn": learn}
+    pipeline = Pipeline(settings, accounts, limits, exact, lookup, **services)
     learning.connect(pipeline)
     for end in (learning.aclose, pipeline.drain, learning.stop):  # the last one first
         stack.push_async_callback(end)
@@ -361,8 +359,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     return WorkerParts(
         settings=settings,
         configuration=Configuration(settings, pipeline, semantic, learning, metrics=metrics, link=link),
-        guard=_guard(settings, accounts, metrics, link),
-        provider=provider,
+        guard=_guard(settings, accounts, metrics, link, provider),
         link=link,
         accounts=accounts,
         ledger=ledger,
@@ -477,10 +474,10 @@ async def _show_first_key(accounts: Accounts, settings: Settings) -> None:
         print(f"  API key    {shown} (shown this once; team `default`)", flush=True)
 
 
-def _guard(settings: Settings, accounts: Accounts, metrics: Metrics, link: RedisLink) -> Guard:
+def _guard(settings: Settings, accounts: Accounts, metrics: Metrics, link: RedisLink, provider: Provider) -> Guard:
     sessions = Sessions(accounts.database, time.time)
     count = lambda endpoint, outcome: metrics.add(m.WRONG_KEYS, 1, endpoint, outcome)  # noqa: E731
-    return Guard(settings, sessions, count, redis=link)
+    return Guard(settings, sessions, count, redis=link, provider=provider)
 
 
 def _routes(settings: Settings, parts: WorkerParts) -> Routes:

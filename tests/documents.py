@@ -129,7 +129,7 @@ def _roles() -> Iterable[str]:
     yield f"| may | {' | '.join(f'`{role}`' for role in Role)} |"
     yield f"| --- |{' --- |' * len(Role)}"
     for row in TABLE:
-        words = ["yes" if role in row.everywhere else "own" if role in row.own else "–" for role in Role]
+        words = ["yes" if role in row.everywhere else "own" if role in row.in_teams else "–" for role in Role]
         yield f"| {row.what} | {' | '.join(words)} |"
 
 

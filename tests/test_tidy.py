@@ -52,9 +52,9 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 3710, "gateway/access": 310, "gateway/accounts": 3000, "gateway/admin": 3610, "gateway/alerts": 440, "gateway/api": 4330,
+    "gateway": 3780, "gateway/access": 310, "gateway/accounts": 3100, "gateway/admin": 4080, "gateway/alerts": 440, "gateway/api": 4330,
     "gateway/backends": 3130, "gateway/batches": 1210, "gateway/deployments": 1900, "gateway/journey": 3300,
-    "gateway/learning": 1580, "gateway/reconcile": 610, "gateway/telemetry": 2070, "gateway/transport": 800,
+    "gateway/learning": 1580, "gateway/reconcile": 610, "gateway/telemetry": 2070, "gateway/transport": 860,
     "gateway/wire": 2230, "cache": 1120, "cache/decision": 1050, "cache/encoder": 400, "cache/exact": 1320,
     "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,

@@ -136,6 +136,7 @@ class Provider:
 
     async def claims(self, token: str, audience: str) -> dict[str, Any]:
         """What a token says that the provider signed for `audience`. Raises ProviderAway, TokenRefused."""
+        # decision: sign-in-on-joserfc
         from joserfc import jwt
         from joserfc.errors import InvalidKeyIdError, JoseError
 

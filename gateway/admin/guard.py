@@ -33,6 +33,7 @@ from starlette.exceptions import HTTPException
 from cache import CacheUnavailable
 from gateway import accounts
 from gateway.access.people import ADMIN_KEY, roles_of
+from gateway.access.provider import Provider
 from gateway.accounts.database import is_down
 from gateway.accounts.sessions import Session, Sessions
 from gateway.admin.guesses import Guesses
@@ -120,7 +121,8 @@ class Guard:
     """Checks requests by the keys in `settings`.
 
     `sessions` are those of all processes; `count` counts refused keys, by endpoint and outcome;
-    `clock` gives steady seconds; `redis` has the wrong keys that other workers saw.
+    `clock` gives steady seconds; `redis` has the wrong keys that other workers saw; `provider` is where
+    people sign in.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Guard:
         count: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
         redis: RedisCommands | None = None,
+        provider: Provider | None = None,
     ) -> None:
         if not settings.admin_key:
             raise ValueError("the admin plane needs an admin key")
@@ -139,6 +142,7 @@ class Guard:
         self._own_host = settings.host.lower()
         self._settings = settings
         self.sessions = sessions
+        self.provider = provider or Provider(settings)
         self._count = count
         self._guesses = Guesses(clock, redis)
 

@@ -19,12 +19,12 @@ _ADMIN, _FINANCE, _VIEWER, _AUDITOR, _TEAM_ADMIN, _MEMBER = Role
 
 
 class Access(NamedTuple):
-    """A row: the routes with the names `of` are for roles `everywhere`, and for roles `own` in their own teams."""
+    """A row: the routes with the names `of` are for roles `everywhere`, and for roles `in_teams` in their own teams."""
 
     what: str
     of: str
     everywhere: tuple[Role, ...]
-    own: tuple[Role, ...] = ()
+    in_teams: tuple[Role, ...] = ()
 
 
 TABLE = (
@@ -73,7 +73,7 @@ class TeamNotNamed(NotAllowed):
 
 def may(principal: Principal, names: str) -> bool:
     """Whether a role of `principal` has what all `names` stand for, if only for some teams."""
-    return all(not principal.roles.keys().isdisjoint(OF[name].everywhere + OF[name].own) for name in names.split())
+    return all(not principal.roles.keys().isdisjoint(OF[name].everywhere + OF[name].in_teams) for name in names.split())
 
 
 async def allow(request: Request, principal: Principal, names: str) -> None:
@@ -82,16 +82,18 @@ async def allow(request: Request, principal: Principal, names: str) -> None:
         access = OF[name]
         if not principal.roles.keys().isdisjoint(access.everywhere):
             continue
-        own = [role for role in access.own if role in principal.roles]
-        if not own:
+        scoped = [role for role in access.in_teams if role in principal.roles]
+        if not scoped:
             roles = ", ".join(principal.roles) or "none"
-            raise NotAllowed(f"This needs one of the roles {', '.join(access.everywhere + access.own)}; yours: {roles}")
+            raise NotAllowed(
+                f"This needs one of the roles {', '.join(access.everywhere + access.in_teams)}; yours: {roles}"
+            )
         teams, owners = await _named(request)
         if not any(
             teams and teams <= principal.roles[role] and (role is not _MEMBER or owners <= {principal.actor})
-            for role in own
+            for role in scoped
         ):
-            raise TeamNotNamed(frozenset().union(*(principal.roles[role] for role in own)))
+            raise TeamNotNamed(frozenset().union(*(principal.roles[role] for role in scoped)))
 
 
 async def _named(request: Request) -> tuple[set[int], set[str]]:
@@ -106,8 +108,8 @@ async def _named(request: Request) -> tuple[set[int], set[str]]:
             teams.add(key.team_id if key is not None else -1)
             owners.add(key.owner if key is not None else "")
         elif name == "budget_id":
-            owner = next((one.team_id for one in await accounts.list_budgets() if one.id == _id(value)), -1)
-            teams.add(owner)
+            budgets = {budget.id: budget.team_id for budget in await accounts.list_budgets()}
+            teams.add(budgets.get(_id(value), -1))
     return teams, owners
 
 

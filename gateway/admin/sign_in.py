@@ -40,21 +40,18 @@ _log = get_logger()
 
 def add_doors(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     """Login, sign-in and logout, on the dashboard's `router`."""
-    guard, access = parts.guard, parts.settings.access
+    _add_login(router, parts, pages)
+    _add_sign_in(router, parts, pages)
 
-    def refused(request: Request, status: int, problem: str) -> Response:
-        is_on = bool(access.client_id), access.is_admin_key_taken
-        return pages.render(request, "login.html", status, problem=problem, has_sign_in=is_on[0], has_key=is_on[1])
 
-    async def note(request: Request, action: str, actor: str) -> None:
-        who = Principal(actor, client_of(request), "dashboard", ADMIN_ALONE)
-        await parts.audit.add(parts.audit_row(action, "", who))
+def _add_login(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
+    guard = parts.guard
 
     @router.get("/login")
     async def login_form(request: Request) -> Response:
         if await guard.session(request) is not None:
             return RedirectResponse("/admin", 303)
-        return refused(request, 200, "")
+        return _door(parts, pages, request, 200, "")
 
     @router.post("/login")
     async def login(request: Request) -> Response:
@@ -62,13 +59,32 @@ def add_doors(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         try:
             await guard.check_key(request, Endpoint.LOGIN, fields.get("key", ""))
         except (Unauthenticated, TooManyWrongKeys) as error:
-            refusal = refused(request, error.http_status, error.message)
+            refusal = _door(parts, pages, request, error.http_status, error.message)
             refusal.headers.update(error.headers)
             return refusal
-        await note(request, SIGNED_IN, ADMIN_KEY)
+        await _note(parts, request, SIGNED_IN, ADMIN_KEY)
         reply = RedirectResponse(_target(request.query_params.get("next", "")), 303)
         _set_cookie(request, reply, COOKIE, await guard.new_session(client_of(request)), SESSION_S)
         return reply
+
+    @router.post("/logout")
+    async def logout(request: Request) -> Response:
+        session = await guard.session(request)
+        await guard.end_session(request)
+        url = None
+        if session is not None:
+            await _note(parts, request, SIGNED_OUT, session.actor)
+            if session.subject:
+                url = await parts.guard.provider.logout_url(f"{str(request.base_url).rstrip('/')}{LOGIN}")
+        reply: Response = RedirectResponse(LOGIN, 303)
+        if url is not None:  # a page, as `form-action` of our own pages allows no redirect elsewhere
+            reply = pages.render(request, "away.html", url=url, words="You are logged out here.")
+        reply.delete_cookie(COOKIE, path="/admin")
+        return reply
+
+
+def _add_sign_in(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
+    guard, access = parts.guard, parts.settings.access
 
     @router.get("/sign-in")
     async def begin(request: Request) -> Response:
@@ -77,14 +93,14 @@ def add_doors(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         begun = f"{int(parts.clock())}-{secrets.token_urlsafe(32)}"
         challenge = hashlib.sha256(_derived(parts, begun, "verifier").encode()).digest()
         try:
-            url = await parts.provider.authorization_url(
+            url = await parts.guard.provider.authorization_url(
                 _callback(request),
                 state=_derived(parts, begun, "state"),
                 nonce=_derived(parts, begun, "nonce"),
                 challenge=_text(challenge),
             )
         except ProviderAway as error:
-            return refused(request, 503, refusal_of(error).message)
+            return _door(parts, pages, request, 503, refusal_of(error).message)
         reply = RedirectResponse(url, 303)
         target = _target(request.query_params.get("next", ""))
         # lax, since the browser comes back from the provider's site
@@ -99,31 +115,27 @@ def add_doors(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         except (TokenRefused, ProviderAway) as error:
             _log.warning("sign_in_refused", client=client_of(request), reason=str(error))
             refusal = refusal_of(error)
-            reply = refused(request, refusal.http_status, refusal.message)
+            reply = _door(parts, pages, request, refusal.http_status, refusal.message)
         else:
             await guard.end_session(request)
             session = await guard.sessions.find(token, guard.marks)
-            await note(request, SIGNED_IN, session.actor if session is not None else "")
+            await _note(parts, request, SIGNED_IN, session.actor if session is not None else "")
             # a page, as a browser sends no strict cookie along redirects that began elsewhere
             reply = pages.render(request, "away.html", url=_target(target), words="You are signed in.")
             _set_cookie(request, reply, COOKIE, token, SESSION_S)
         reply.delete_cookie(_COOKIE, path=SIGN_IN)
         return reply
 
-    @router.post("/logout")
-    async def logout(request: Request) -> Response:
-        session = await guard.session(request)
-        await guard.end_session(request)
-        url = None
-        if session is not None:
-            await note(request, SIGNED_OUT, session.actor)
-            if session.subject:
-                url = await parts.provider.logout_url(f"{str(request.base_url).rstrip('/')}{LOGIN}")
-        reply: Response = RedirectResponse(LOGIN, 303)
-        if url is not None:  # a page, as `form-action` of our own pages allows no redirect elsewhere
-            reply = pages.render(request, "away.html", url=url, words="You are logged out here.")
-        reply.delete_cookie(COOKIE, path="/admin")
-        return reply
+
+def _door(parts: AdminParts, pages: Pages, request: Request, status: int, problem: str) -> Response:
+    access = parts.settings.access
+    ways = {"has_sign_in": bool(access.client_id), "has_key": access.is_admin_key_taken}
+    return pages.render(request, "login.html", status, problem=problem, **ways)
+
+
+async def _note(parts: AdminParts, request: Request, action: str, actor: str) -> None:
+    who = Principal(actor, client_of(request), "dashboard", ADMIN_ALONE)
+    await parts.audit.add(parts.audit_row(action, "", who))
 
 
 async def end_sessions(parts: AdminParts, request: Request) -> Response:
@@ -132,7 +144,7 @@ async def end_sessions(parts: AdminParts, request: Request) -> Response:
     try:
         if not parts.settings.access.client_id:
             raise TokenRefused("nobody signs in here")
-        named = await parts.provider.ended(token)
+        named = await parts.guard.provider.ended(token)
         if not await guard.sessions.use_once(token, guard.mark("used"), _SIGN_IN_S):
             raise TokenRefused("it was used before")
     except (TokenRefused, ProviderAway) as error:
@@ -153,7 +165,7 @@ async def _signed_in(parts: AdminParts, request: Request, begun: str) -> str:
         raise TokenRefused("this browser did not begin it within the last ten minutes")
     if not (code := answer.get("code", "")):
         raise TokenRefused(f"the provider says {answer.get('error', 'nothing')[:60]!r}")
-    claims = await parts.provider.exchange(
+    claims = await parts.guard.provider.exchange(
         code,
         _callback(request),
         verifier=_derived(parts, begun, "verifier"),

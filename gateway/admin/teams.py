@@ -123,15 +123,15 @@ _MONTH_S = 30 * 86_400
 
 async def list_sessions(parts: WorkerParts) -> models.SessionsOut:
     """Who is signed in at the dashboard, the latest first."""
-    ones = await parts.guard.sessions.open_ones(parts.guard.marks)
-    return models.SessionsOut(sessions=[models.SessionOut.of(one, id=one.id) for one in ones])
+    sessions = await parts.guard.sessions.open_ones(parts.guard.marks)
+    return models.SessionsOut(sessions=[models.SessionOut.of(session, id=session.id) for session in sessions])
 
 
 async def end_session(parts: WorkerParts, session_id: models.SessionId, operator: Acting) -> None:
     """Ends a session: its cookie opens nothing any more. It is in the audit log."""
-    for one in await parts.guard.sessions.open_ones(parts.guard.marks):
-        if one.id == session_id:
-            await parts.audit.add(parts.audit_row(SESSION_ENDED, f"{one.actor}, {one.client}", operator))
-            await parts.guard.sessions.end_all(parts.guard.marks, digest=one.digest)
+    for session in await parts.guard.sessions.open_ones(parts.guard.marks):
+        if session.id == session_id:
+            await parts.audit.add(parts.audit_row(SESSION_ENDED, f"{session.actor}, {session.client}", operator))
+            await parts.guard.sessions.end_all(parts.guard.marks, digest=session.digest)
             return
     raise DoesNotExist(f"there is no session {session_id}")

@@ -63,7 +63,7 @@ async def place(redis: Redis, tmp_path: Path) -> AsyncIterator[tuple[World, Stan
             await world.accounts.create_team("search")
             await world.accounts.create_team("rivals")
             yield world, provider
-            world.admin.provider.aclose()
+            world.admin.guard.provider.aclose()
 
 
 @asynccontextmanager
@@ -418,4 +418,4 @@ async def test_the_provider_s_keys_change_and_it_may_be_away(place: tuple[World,
 def test_roles_are_the_table_s() -> None:
     """Each role stands in the table, and an admin may do everything."""
     assert all(Role.ADMIN in row.everywhere for row in TABLE)
-    assert {role for row in TABLE for role in row.everywhere + row.own} == set(Role)
+    assert {role for row in TABLE for role in row.everywhere + row.in_teams} == set(Role)

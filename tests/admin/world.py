@@ -229,6 +229,7 @@ async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterato
         Sessions(accounts.database, lambda: world.now_s),
         lambda *refused: world.refused_keys.update([refused]),
         lambda: world.now_s,
+        provider=Provider(settings, lambda: world.now_s),
     )
     no_embedder: Any = None
     fleet = build_fleet(settings, lambda: NOW_S, no_embedder)
@@ -240,7 +241,6 @@ async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterato
         settings=settings,
         configuration=unchanged,
         guard=guard,
-        provider=Provider(settings, lambda: world.now_s),
         accounts=accounts,
         ledger=ledger,
         audit=Audit(accounts.database),
