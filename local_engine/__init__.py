@@ -13,8 +13,6 @@ torch: `Engine` is imported on first use. Read `engine.py` first.
     while engine.has_work:
         for step in engine.step():
             print(step.output.text, end="", flush=True)
-
-On the command line: python -m local_engine "What is the capital of France?"
 """
 
 from __future__ import annotations

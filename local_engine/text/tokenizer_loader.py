@@ -1,5 +1,4 @@
-"""Builds a checkpoint's Tokenizer, from a folder's tokenizer.json or tokenizer.model, or a GGUF
-file's metadata.
+"""Builds a checkpoint's Tokenizer, from a folder's tokenizer.json or a GGUF file's metadata.
 
 The only file that constructs `tokenizers` objects. Invariant: the ids equal those of the model's
 reference tokenizer; a vocabulary that cannot be rebuilt exactly is refused by name.
@@ -13,10 +12,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers.models import BPE, Unigram
+from tokenizers.models import BPE
 
 from local_engine.config import ModelError, read_json, require_among
-from local_engine.text.sentencepiece import sentencepiece_metadata
 from local_engine.text.tokenizer import Tokenizer, byte_of_character
 
 # How text is cut before merging, by GGUF's `tokenizer.ggml.pre`. The expressions are the models'
@@ -70,7 +68,9 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     config = read_json(folder / "tokenizer_config.json", is_needed=False)
     path = folder / "tokenizer.json"
     if not path.is_file():
-        return _from_sentencepiece(folder, config)
+        raise ModelError(
+            f"{folder} has no tokenizer.json; AutoTokenizer.from_pretrained(…).save_pretrained(…) writes one"
+        )
     try:
         backend = Backend.from_file(str(path))
     # the library raises bare Exception for whatever is wrong with the file
@@ -84,31 +84,6 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         eos_token=_token_text(config.get("eos_token")),
         chat_template=_chat_template(folder, config),
     )
-
-
-def _from_sentencepiece(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """Build the tokenizer of tokenizer.model, with the tokens that tokenizer_config.json adds.
-    Raises ModelError."""
-    # not by `transformers`, which needs two more packages for it and reads unigram models as BPE
-    path = folder / "tokenizer.model"
-    if not path.is_file():
-        raise ModelError(f"{folder} has no tokenizer.json and no tokenizer.model")
-    metadata = sentencepiece_metadata(path)
-    tokens, scores, kinds = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
-    for id, token in sorted((int(id), token) for id, token in (config.get("added_tokens_decoder") or {}).items()):
-        if id == len(tokens):
-            tokens.append(token["content"])
-            scores.append(0.0)
-            kinds.append(0)
-        if tokens[id : id + 1] != [token["content"]]:
-            raise ModelError(f"{folder}: token {token['content']!r} can't be added to tokenizer.model as number {id}")
-        kinds[id] = _CONTROL if token.get("special") else _USER_DEFINED
-    for name in ("bos", "eos"):
-        if text := _token_text(config.get(f"{name}_token")):
-            metadata[f"tokenizer.ggml.{name}_token_id"] = tokens.index(text) if text in tokens else None
-    metadata["tokenizer.ggml.add_bos_token"] = config.get("add_bos_token", True)
-    metadata["tokenizer.chat_template"] = _chat_template(folder, config)
-    return tokenizer_from_gguf(metadata, is_legacy=config.get("legacy") is not False)
 
 
 def _token_text(token: Any) -> str:
@@ -133,13 +108,13 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     return str(template) if template else None
 
 
-def tokenizer_from_gguf(metadata: Mapping[str, Any], *, is_legacy: bool = False) -> Tokenizer:
-    """Build the tokenizer of a GGUF file's metadata, or the same facts of a SentencePiece model.
-    Raises ModelError for a kind that cannot be rebuilt."""
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Build the tokenizer of a GGUF file's metadata. Raises ModelError for a kind that cannot be
+    rebuilt."""
     kind, tokens = metadata.get("tokenizer.ggml.model"), metadata["tokenizer.ggml.tokens"]
-    require_among(kind, ("gpt2", "llama", "t5"), "a GGUF file's tokenizer")
+    require_among(kind, ("gpt2", "llama"), "a GGUF file's tokenizer")
     is_byte_level = kind == "gpt2"
-    backend = _byte_level(metadata, tokens) if is_byte_level else _sentencepiece(metadata, tokens, is_legacy=is_legacy)
+    backend = _byte_level(metadata, tokens) if is_byte_level else _sentencepiece(metadata, tokens)
     _add_marked_tokens(backend, metadata, tokens, is_byte_level=is_byte_level)
     template = metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
@@ -175,28 +150,13 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
     return backend
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], *, is_legacy: bool) -> Backend:
-    """Build a SentencePiece backend. Before cutting text it maps characters by a table, merges
-    spaces, and prepends one. With `is_legacy` it prepends that before every piece between control
-    tokens, and another if text begins with spaces."""
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Backend:
     scores: list[float] = metadata.get("tokenizer.ggml.scores") or [-float(id) for id in range(len(tokens))]
     unknown = int(metadata.get("tokenizer.ggml.unknown_token_id", 0))
-    if metadata["tokenizer.ggml.model"] == "t5":
-        has_bytes = "<0x00>" in tokens
-        backend = Backend(Unigram(list(zip(tokens, scores, strict=True)), unknown, has_bytes))
-    else:
-        backend = Backend(_merging(tokens, scores, tokens[unknown]))
-    steps: list[Any] = []
-    if charsmap := bytes(metadata.get("tokenizer.ggml.precompiled_charsmap") or b""):
-        steps.append(normalizers.Precompiled(charsmap))
-    if metadata.get("tokenizer.ggml.remove_extra_whitespaces", False):
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    backend = Backend(_merging(tokens, scores, tokens[unknown]))
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    if has_prefix and is_legacy:
-        steps.append(normalizers.Prepend("▁"))
-    backend.normalizer = normalizers.Sequence(steps)  # type: ignore[assignment, unused-ignore]
     backend.pre_tokenizer = pre_tokenizers.Metaspace(  # type: ignore[assignment, unused-ignore]
-        replacement="▁", prepend_scheme="first" if has_prefix and not is_legacy else "never", split=False
+        replacement="▁", prepend_scheme="first" if has_prefix else "never", split=False
     )
     decoding: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     decoding += [decoders.Strip(" ", 1, 0)] if has_prefix else []

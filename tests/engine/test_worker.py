@@ -309,7 +309,16 @@ async def test_garbage_closes_its_own_connection_only(worker: AsyncEngine, garba
     assert len(tokens_of([output async for output in running])) == 30
 
 
-@pytest.mark.parametrize("what", ["arrays 5,000 deep", "alignment in words", "an architecture of 2 MB", "no UTF-8"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "arrays 5,000 deep",
+        *(
+            pytest.param(what, marks=pytest.mark.long)
+            for what in ("alignment in words", "an architecture of 2 MB", "no UTF-8")
+        ),
+    ],
+)
 def test_a_hostile_file_ends_the_process_in_one_line(tmp_path: Path, what: str) -> None:
     """With status 78, which is not started again, and the reason beside the socket."""
     path = tmp_path / "model.gguf"
@@ -574,15 +583,6 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, cwd=os.getcwd())
     assert json.loads(found.stdout) == []
-
-
-def test_the_command_line_answers_and_measures(checkpoint: Folder) -> None:
-    """`python -m local_engine` streams text to standard output and its figures to standard error."""
-    command = [sys.executable, "-m", "local_engine", "--model", str(checkpoint("llama")), *SMALL_OPTIONS]
-    found = subprocess.run([*command, "--max-tokens", "8", "hello"], capture_output=True, check=True, text=True)
-    assert found.stdout
-    assert "TTFT" in found.stderr
-    assert "tokens/s" in found.stderr
 
 
 def test_an_idle_engine_checks_its_books(checkpoint: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
