@@ -733,7 +733,7 @@ class GroupSettings(_Section):
 class AccessSettings(_Section):
     issuer: str | None = None
     """the URL of the OpenID provider, as its tokens have it in `iss` (needs the extra `access`);
-    absent: nobody signs in"""
+    absent: there is no sign-in"""
     client_id: str = ""
     """the dashboard's client at the provider; its secret, if it has one, is SAMEWAY_ACCESS_SECRET;
     empty: the dashboard has no sign-in"""

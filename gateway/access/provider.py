@@ -36,7 +36,7 @@ class ProviderAway(Exception):
 
 
 class TokenRefused(Exception):
-    """A token, or an answer of the provider, proves nobody; `str()` is the reason, without its values."""
+    """A token, or an answer of the provider, is not taken; `str()` is the reason, without its values."""
 
 
 class Provider:
