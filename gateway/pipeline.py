@@ -42,6 +42,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from cache import ExactCache, Fingerprint, fingerprint
+from gateway.access.people import Bearers
 from gateway.accounts import Identity, partition_of
 from gateway.accounts.accounts import Accounts
 from gateway.deployments.alias import Alias
@@ -71,20 +72,14 @@ from gateway.wire.types import Chunk
 _log = get_logger()
 
 Emit = Callable[[Record, Turn | None, Sequence[Chunk]], None]
-"""Logs, measures and counts one record.
-
-The turn and the chunks are for the log, if prompts may be logged.
-"""
+"""Logs, measures and counts one record. The turn and the chunks are for the log, if prompts may be logged."""
 
 Learn = Callable[[Flight, Record], None]
 """Takes a recorded flight, or one of a hit found by words. Never awaits or raises."""
 
 
 class Pipeline:
-    """The stages and the services that they use. One per worker.
-
-    `emit` and `learn` take each record.
-    """
+    """The stages and the services that they use. One per worker. `emit` and `learn` take each record."""
 
     def __init__(
         self,
@@ -96,6 +91,7 @@ class Pipeline:
         *,
         money: Money,
         fleet: Fleet,
+        bearers: Bearers,
         emit: Emit,
         learn: Learn | None = None,
     ) -> None:
@@ -112,6 +108,7 @@ class Pipeline:
         self.renew: Callable[[Turn, Identity, Alias, Looked], object] = lambda *_: None  # begins it, of a stale answer
         self._loops = LoopDetector()
         self._answers = RecordedAnswers(settings.cache, exact, semantic, limits)
+        self.bearers = bearers
         self._emit = emit
         self._learn = learn
         self.generating: set[asyncio.Task[Any]] = set()  # until they are recorded
@@ -127,8 +124,10 @@ class Pipeline:
             await asyncio.wait(self.generating)
 
     async def authenticate(self, key: str | None) -> Identity:
-        """1. The identity of an API key, without awaiting if it is known. Raises Unauthenticated."""
-        identity = (self.accounts.identify(key) or await self.accounts.find(key)) if key else None
+        """1. The identity of a key or token, without awaiting if it is a known key. Raises ApiError."""
+        identity = self.accounts.identify(key) if key else None
+        if identity is None and key:
+            identity = await self.bearers.identify(key) or await self.accounts.find(key)
         if identity is None:
             raise Unauthenticated(
                 "Incorrect API key provided"

@@ -60,7 +60,7 @@ _HEADER_CHARS = 200
 
 def values_of(identity: Identity, alias: str, body: Mapping[str, Any], labels: Labels) -> dict[str, str]:
     """The values of a request on the axes of its team's budgets."""
-    values = {KEY: str(identity.key.id), ALIAS: alias, USER: _user(body)}
+    values = {KEY: str(identity.key.id), ALIAS: alias, USER: identity.user or _user(body)}
     axes = {budget.axis for budget in identity.budgets}
     if names := [axis for axis in axes if axis.startswith(TAG)]:
         sent = _tags(labels)
@@ -70,15 +70,15 @@ def values_of(identity: Identity, alias: str, body: Mapping[str, Any], labels: L
     return values
 
 
-def booked_labels(turn: Turn) -> dict[str, str]:
+def booked_labels(turn: Turn, identity: Identity) -> dict[str, str]:
     """The `user`, the `session` and the `tags` of a request as its rows of the ledger have them, where
     it names any: texts of bounded length, the tags as a JSON object.
     """
     body, labels = turn.body, turn.labels
-    if turn.booked is not None or (labels is NO_LABELS and _NAMED.isdisjoint(body)):
+    if turn.booked is not None or (labels is NO_LABELS and not identity.user and _NAMED.isdisjoint(body)):
         return turn.booked or _UNNAMED
     booked = {}
-    if user := _user(body):
+    if user := identity.user or _user(body):
         booked["user"] = _kept(user)
     if session := session_of(body, labels):
         booked["session"] = session
@@ -97,7 +97,7 @@ def identity_headers(
     wrote is quoted as in a URL; a header without a value is left out.
     """
     tags = _tags(labels)
-    values = {"team": str(identity.team.id), "key": str(identity.key.id), "user": _user(body)}
+    values = {"team": str(identity.team.id), "key": str(identity.key.id), "user": identity.user or _user(body)}
     values["session"] = session_of(body, labels) or first_turn.hex()
     found = [(name, values.get(source) or tags.get(source.partition(":")[2], "")) for name, source in sources.items()]
     return tuple([(name.lower(), quote(value[:_HEADER_CHARS])) for name, value in found if value])
