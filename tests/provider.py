@@ -25,7 +25,9 @@ def _part(value: dict[str, Any]) -> str:
 
 @dataclass
 class StandInProvider:
-    """`claims` are those of its next ID token; `sign` makes it; `answers` replaces what a path answers."""
+    """`claims` are those of its next ID token; `sign` makes it; `answers` replaces what a path answers, which
+    it does while `is_open`.
+    """
 
     clock: Callable[[], float]
     issuer: str = ""
@@ -35,9 +37,11 @@ class StandInProvider:
     answers: dict[str, Any] = field(default_factory=dict)
     forms: list[dict[str, str]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
+    is_open: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.rotate("first")
+        self.is_open.set()
 
     def rotate(self, kid: str) -> None:
         """Sign with a new key from now on."""
@@ -72,6 +76,7 @@ class StandInProvider:
                         size = int(name.split(b":")[1])
                 form = {key: values[0] for key, values in parse_qs((await reader.readexactly(size)).decode()).items()}
                 body = json.dumps(self._of(urlsplit(path).path, form)).encode()
+                await self.is_open.wait()
                 writer.write(
                     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
                 )

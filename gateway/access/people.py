@@ -19,6 +19,7 @@ from gateway.accounts.teams import digest
 from gateway.loggers import get_logger
 from gateway.settings import AccessSettings, GroupSettings, Role, Settings
 from gateway.wire.errors import ApiError, Forbidden, Unauthenticated, Unavailable
+from policies.counters import value_of
 
 ADMIN_KEY = "admin key"
 """The name of whoever has it, in the audit log."""
@@ -39,8 +40,8 @@ def name_of(claims: Mapping[str, Any], access: AccessSettings) -> str:
     name = claims.get(access.user_claim)
     if not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARS_MAX or not name.isprintable():
         raise TokenRefused(f"it has no text of up to {_NAME_CHARS_MAX} characters as `{access.user_claim}`")
-    if name in (ALL_PEOPLE, ADMIN_KEY) or name != name.strip():
-        raise TokenRefused("its name is one of the gateway's own, or has spaces around it")
+    if name.casefold() in (ALL_PEOPLE, ADMIN_KEY) or name != value_of(name):
+        raise TokenRefused("its name is one of the gateway's own, has spaces around it, or is not in Unicode's form NFKC")
     return name
 
 

@@ -188,13 +188,14 @@ class Provider:
 
     async def _read(self, *, is_missing: bool) -> None:
         issuer = self._settings.access.issuer or ""
+        if not is_missing and self._has_keys(issuer, is_missing=False):  # also while they are read again
+            return
         async with self._reading:
             if self._of != issuer:
                 self._of, self._metadata, self._keys, self._read_at_s, self._tried_at_s = issuer, {}, None, 0.0, 0.0
-            now_s = self._clock()
-            is_stale = is_missing or now_s - self._read_at_s > _FRESH_S
-            if self._keys is not None and (not is_stale or now_s - self._tried_at_s < _AGAIN_S):
+            if self._has_keys(issuer, is_missing=is_missing):
                 return
+            now_s = self._clock()
             if self._keys is None and now_s - self._tried_at_s < 1.0:
                 raise ProviderAway("it did not answer a moment ago")
             self._tried_at_s = now_s
@@ -205,6 +206,14 @@ class Provider:
                 _log.warning("provider_away", issuer=issuer, reason=str(error))
                 if self._keys is None:
                     raise
+
+    def _has_keys(self, issuer: str, *, is_missing: bool) -> bool:
+        """Whether the keys are of `issuer` and not to be read again now."""
+        if self._of != issuer or self._keys is None:
+            return False
+        now_s = self._clock()
+        is_fresh = not is_missing and now_s - self._read_at_s <= _FRESH_S
+        return is_fresh or now_s - self._tried_at_s < _AGAIN_S
 
     async def _read_anew(self, issuer: str) -> None:
         from joserfc.errors import JoseError

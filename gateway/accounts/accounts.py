@@ -324,6 +324,7 @@ class Accounts:
         Raises Invalid, AlreadyExists, and DoesNotExist for an unknown team.
         """
         check({"name": name, **fields})
+        _check_free(name, fields)
         plaintext = new_plaintext()
         async with self._change(f"a key named {name!r} in this team") as connection:
             await _row(connection, schema.teams, team_id)
@@ -332,6 +333,7 @@ class Accounts:
 
     async def update_key(self, key_id: int, *, row: AuditRow | None = None, **changes: Any) -> Key:
         """Change a key's fields; `row`: see `_recorded`. Raises Invalid, AlreadyExists, DoesNotExist."""
+        _check_free(changes.get("name"), {})
         taken = f"a key named {changes.get('name')!r} in this team"
         return _key(await self._updated(schema.keys, key_id, changes, taken, row))
 
@@ -565,6 +567,12 @@ async def _insert(connection: AsyncConnection, table: sa.Table, values: Mapping[
 async def _delete(connection: AsyncConnection, table: sa.Table, row_id: int) -> None:
     if (await connection.execute(sa.delete(table).where(table.c.id == row_id))).rowcount == 0:
         raise DoesNotExist(f"there is no {table.name[:-1]} {row_id}")
+
+
+def _check_free(name: str | None, fields: Mapping[str, Any]) -> None:
+    """Refuse the name of the key of a team's people for another key, which would stand in its way. Raises Invalid."""
+    if name == PEOPLE and fields.get("owner") != ALL_PEOPLE:
+        raise Invalid("name", f"the gateway makes the key {PEOPLE!r} itself: choose another name")
 
 
 def _team(row: Any) -> Team:

@@ -26,7 +26,7 @@ from gateway.admin.guard import principal_of
 from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut
 from gateway.admin.parts import AdminParts
-from gateway.admin.queries import GROUPS, CacheKind, RouteFilter, RouteOutcome
+from gateway.admin.queries import GROUPS, CacheKind, RouteFilter, RouteOutcome, id_of
 from gateway.admin.roles import may
 from gateway.admin.sign_in import add_doors, end_sessions
 from gateway.settings import NEAR_SIMILARITY_MIN, Role, is_pattern
@@ -237,8 +237,7 @@ def _among(request: Request, team_id: int | None) -> set[int] | None:
 
 def _team_id(request: Request) -> int | None:
     """The team in the query; None where no id can be like that."""
-    text = request.query_params.get("team_id", "")
-    return int(text) if text.isdecimal() and len(text) < 10 else None
+    return id_of(request.query_params.get("team_id"))
 
 
 def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:

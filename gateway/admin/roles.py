@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from fastapi import Request
 
 from gateway.admin.guard import Principal
+from gateway.admin.queries import id_of
 from gateway.settings import Role
 from gateway.wire.errors import Forbidden
 from gateway.wire.requests import decode_strictly
@@ -97,19 +98,21 @@ async def allow(request: Request, principal: Principal, names: str) -> None:
 
 
 async def _named(request: Request) -> tuple[set[int], set[str]]:
-    """The teams that a request names anywhere, and the owners of its keys; team -1 for what there is not."""
-    accounts = request.app.state.parts.accounts
-    teams, owners = set[int](), set[str]()
-    for name, value in [*request.path_params.items(), *request.query_params.multi_items(), *await _fields(request)]:
-        if name in ("team_id", "team") and value != "":
-            teams.add(_id(value))
-        elif name == "key_id":
-            key = next((key for key in await accounts.list_keys() if key.id == _id(value)), None)
-            teams.add(key.team_id if key is not None else -1)
-            owners.add(key.owner if key is not None else "")
-        elif name == "budget_id":
-            budgets = {budget.id: budget.team_id for budget in await accounts.list_budgets()}
-            teams.add(budgets.get(_id(value), -1))
+    """The teams that a request names, as its operation reads them, and the owners of its keys; team -1 for
+    what there is not.
+    """
+    accounts, path = request.app.state.parts.accounts, request.path_params
+    of_team = "team" if request.scope["route"].name == "stats" else "team_id"
+    sent = [*path.items(), *request.query_params.multi_items(), *await _fields(request)]
+    teams = {-1 if (team_id := id_of(value)) is None else team_id for name, value in sent if name == of_team}
+    owners = set[str]()
+    if "key_id" in path:
+        key = next((key for key in await accounts.list_keys() if key.id == id_of(path["key_id"])), None)
+        teams.add(key.team_id if key is not None else -1)
+        owners.add(key.owner if key is not None else "")
+    if "budget_id" in path:
+        budgets: dict[int | None, int] = {budget.id: budget.team_id for budget in await accounts.list_budgets()}
+        teams.add(budgets.get(id_of(path["budget_id"]), -1))
     return teams, owners
 
 
@@ -124,10 +127,3 @@ async def _fields(request: Request) -> list[tuple[str, Any]]:
     except ValueError:  # which the operation refuses in its own words
         return [("team_id", -1)]
     return list(body.items()) if isinstance(body, dict) else []
-
-
-def _id(value: Any) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        return -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from joserfc import jwt
 from gateway.access.people import Bearers
 from gateway.access.provider import Provider
 from gateway.accounts.accounts import PEOPLE, Accounts
+from gateway.accounts.errors import Invalid
 from gateway.settings import AccessSettings, Settings
 from gateway.wire.errors import ApiError
 from tests.provider import AUDIENCE, StandInProvider, provider_of
@@ -85,6 +87,19 @@ async def test_a_token_is_a_user_of_its_group_s_team(place: Place) -> None:
     assert await place.status("sk-sw-no-token") == 0
 
 
+async def test_no_key_takes_the_name_of_the_people_s(place: Place) -> None:
+    """A key that anyone made or renamed can't stand in the way of the first token."""
+    team_id = place.accounts.team_ids["search"]
+    mine = await place.accounts.create_key(team_id, "mine", owner="alice")
+    for squat in (
+        place.accounts.create_key(team_id, PEOPLE, owner="alice"),
+        place.accounts.update_key(mine.key.id, name=PEOPLE),
+    ):
+        with pytest.raises(Invalid, match="another name"):
+            await squat
+    assert await place.status(place.token()) == 200
+
+
 async def test_no_other_token_is_taken(place: Place) -> None:
     """A wrong signature, issuer, audience, time, claim or group is refused; so is a token once its time is over."""
     good = place.token()
@@ -101,6 +116,8 @@ async def test_no_other_token_is_taken(place: Place) -> None:
         "another claim": place.token(scope="llms"),
         "no user": place.token(sub=None),
         "all people": place.token(sub="*"),
+        "the admin key": place.token(sub="Admin Key"),
+        "alice in full width": place.token(sub="\uff41lice"),
         "none": place.provider.unsigned(said),
         "HS256": place.provider.confused(said),
         "huge": place.token(padding="x" * 20_000),
@@ -121,7 +138,9 @@ async def test_no_other_token_is_taken(place: Place) -> None:
 
 
 async def test_the_provider_is_asked_once_and_may_be_away(place: Place) -> None:
-    """A token that was seen needs neither provider nor signature, at most 60 µs; without keys it is a 503."""
+    """A token that was seen needs neither provider nor signature, at most 60 µs; without keys it is a 503;
+    a stranger's token, for which a slow provider is asked anew, holds up nobody's.
+    """
     place.provider.answers["/keys"] = []
     assert await place.status(place.token()) == 503
     assert await place.status(place.token()) == 503
@@ -139,3 +158,11 @@ async def test_the_provider_is_asked_once_and_may_be_away(place: Place) -> None:
         costs.append((time.thread_time() - begun) / 200)
     assert min(costs) < 60e-6
     assert len(place.provider.asked) == asked
+    place.now_s += 11
+    place.provider.is_open.clear()
+    stranger = asyncio.create_task(place.status(place.provider.signed({}, kid="unknown")))
+    await asyncio.sleep(0)
+    assert await place.status(place.token()) == 200
+    assert not stranger.done()
+    place.provider.is_open.set()
+    assert await stranger == 401

@@ -122,6 +122,7 @@ async def test_a_team_admin_stays_in_the_team(place: tuple[World, StandInProvide
     """Another team's id, anywhere in a request, is refused; so are no team, the team's own budget and another's keys."""
     world, _ = place
     theirs = await world.accounts.create_key(2, "theirs")
+    ours = await world.accounts.create_key(1, "ours")
     budget = await world.accounts.create_budget(2, "month", 1_000_000, axis="user")
     own = await world.accounts.create_budget(1, "month", 5_000_000)
     world.stats.add(hit(at_s=NOW_S, request_id="r1", team_id=1, team="search"))
@@ -156,6 +157,13 @@ async def test_a_team_admin_stays_in_the_team(place: tuple[World, StandInProvide
         requests = await lead.get("/admin/requests", follow_redirects=True)
         assert (requests.status_code, str(requests.url.query)) == (200, "b'team_id=1'")
         assert "rivals" not in requests.text
+        ways = ("team=1", f"key_id={ours.key.id}", f"budget_id={own.id}", "team_id=", "team_id=%201", "team_id=%2B1",
+                "team_id=00000000001", "team_id=1&team_id=", "team_id=&team_id=1")  # fmt: skip
+        for path in ("requests", "ledger", "savings"):
+            for way in ways:
+                page = await lead.get(f"/admin/{path}?{way}", follow_redirects=True)
+                assert "rivals" not in page.text, (path, way)
+                assert page.status_code == 403 or "team_id=1" in str(page.url.query), (path, way)
         listed = (await lead.get("/admin/api/routes?team_id=1")).json()["routes"]
         assert [one["team"] for one in listed] == ["search"]
         purged = await lead.post("/admin/api/cache/purge", json={"team_id": 1, "dry_run": False})
@@ -166,7 +174,7 @@ async def test_a_team_admin_stays_in_the_team(place: tuple[World, StandInProvide
         page = (await lead.get("/admin/teams/1")).text
         assert "/admin/teams/1/keys" in page
         assert "Delete this team" not in page
-    assert [key.is_active for key in await world.accounts.list_keys()] == [True]
+    assert all(key.is_active for key in await world.accounts.list_keys())
 
 
 async def test_a_member_has_own_keys_alone(place: tuple[World, StandInProvider]) -> None:
