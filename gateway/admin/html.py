@@ -111,8 +111,9 @@ def page_route(pages: Pages, guard: Guard) -> type[APIRoute]:
                         if principal is None:
                             return to_login(request)
                         if self.path == "/admin" and not may(principal, self.name):
-                            first = next(path for path, _, name in _PAGES if may(principal, name))
-                            return RedirectResponse(first, 303)
+                            own = [path for path, _, name in _PAGES if may(principal, name)]
+                            if own:
+                                return RedirectResponse(own[0], 303)
                         await allow(request, principal, self.name)
                     return await handle(request)
                 except TeamNotNamed as error:
