@@ -183,12 +183,13 @@ class Pipeline:
 
     def _fingerprint(self, turn: Turn, identity: Identity) -> Fingerprint:
         """2. The digests of the request, in the partition of its team. Raises BadRequest."""
-        partition = partition_of(self.settings.secret, identity.team.id)
+        partition, keyed = partition_of(self.settings.secret, identity.team.id), self.settings.cache.key_fields
+        body = {**turn.body, **dict.fromkeys(keyed, identity.user)} if identity.user and keyed else turn.body
         try:
             apart = None if turn.native is None else turn.native.apart
             if turn.kind.is_plain:  # events and a whole answer are different bytes
                 apart = f"{turn.kind.name} stream" if turn.is_stream else turn.kind.name
-            return fingerprint(turn.body, partition, turn.controls.namespace, self.settings.cache.key_fields, apart)
+            return fingerprint(body, partition, turn.controls.namespace, keyed, apart)
         except ValueError as error:
             raise BadRequest(f"The body can't be encoded: {error}", code="invalid_json") from None
 

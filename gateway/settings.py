@@ -497,7 +497,8 @@ class CacheSettings(_Section):
     is_semantic: bool = True
     """the semantic cache; without both, no answer is stored"""
     key_fields: list[Literal["safety_identifier", "user"]] = []
-    """`safety_identifier`, `user`: a request with another value never gets the same answer"""
+    """`safety_identifier`, `user`: a request with another value never gets the same answer; of a
+    person with a token both are the person"""
     ttl_s: int = Field(86_400, gt=0)
     """how long an answer is served; requests may ask for less or more, up to ttl_s_max"""
     ttl_s_max: int = Field(30 * 86_400, gt=0)
@@ -766,7 +767,8 @@ class AccessSettings(_Section):
     """the claim that lists a person's groups; dots lead into objects, as `realm_access.roles`"""
     user_claim: str = "sub"
     """the claim that names a person in the audit log, as the owner of keys and as the user of
-    budgets; choose one that people cannot change at the provider"""
+    budgets; choose one that people cannot change at the provider; of the forms of Unicode, NFKC is
+    taken alone"""
     groups: dict[str, GroupSettings] = {}
     """what the provider's groups may do here, by their names; who is in none of them is refused"""
     algorithms: list[Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512"]] = [
