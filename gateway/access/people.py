@@ -41,7 +41,7 @@ def name_of(claims: Mapping[str, Any], access: AccessSettings) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARS_MAX or not name.isprintable():
         raise TokenRefused(f"it has no text of up to {_NAME_CHARS_MAX} characters as `{access.user_claim}`")
     if name.casefold() in (ALL_PEOPLE, ADMIN_KEY) or name != value_of(name):
-        raise TokenRefused("its name is one of the gateway's own, has spaces around it, or is not in Unicode's form NFKC")
+        raise TokenRefused("its name is one of the gateway's own, has spaces around it, or is not of the form NFKC")
     return name
 
 

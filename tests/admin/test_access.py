@@ -95,7 +95,9 @@ async def test_each_role_does_what_its_row_says_and_no_more(place: tuple[World, 
     assert len(routes) > 90
     mine = await world.accounts.create_key(1, "lead's", owner="people@x")
     budget = await world.accounts.create_budget(1, "month", 1_000_000, axis="user")
-    world.stats.add(hit(at_s=NOW_S, request_id="r1", cache="semantic", nearest="planted", question="planted", entry="ab"))
+    world.stats.add(
+        hit(at_s=NOW_S, request_id="r1", cache="semantic", nearest="planted", question="planted", entry="ab")
+    )
     world.stats.add(hit(at_s=NOW_S, request_id="r2", cache="miss", similarity=0.9, nearest="planted"))
     await world.stats.flush()
     ids = {"team_id": "1", "key_id": str(mine.key.id), "budget_id": str(budget.id), "act": "reset", "batch_id": "b"}
