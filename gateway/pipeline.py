@@ -184,7 +184,7 @@ class Pipeline:
     def _fingerprint(self, turn: Turn, identity: Identity) -> Fingerprint:
         """2. The digests of the request, in the partition of its team. Raises BadRequest."""
         partition, keyed = partition_of(self.settings.secret, identity.team.id), self.settings.cache.key_fields
-        body = {**turn.body, **dict.fromkeys(keyed, identity.user)} if identity.user and keyed else turn.body
+        body = turn.body | dict.fromkeys(keyed, identity.user) if identity.user and keyed else turn.body
         try:
             apart = None if turn.native is None else turn.native.apart
             if turn.kind.is_plain:  # events and a whole answer are different bytes
