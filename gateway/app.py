@@ -29,6 +29,8 @@ from starlette.routing import Match
 
 from cache import CacheUnavailable, ExactCache, SemanticClient
 from cache.redis_link import RedisLink
+from gateway.access.people import Bearers
+from gateway.access.provider import Provider
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.audit import Audit
 from gateway.accounts.database import NoAnswer
@@ -315,6 +317,7 @@ async def _open_accounts(settings: Settings, link: RedisLink, stack: AsyncExitSt
         kind = "" if isinstance(error, NoAnswer | SchemaUnknown) else f"{type(error).__name__}: "
         raise _NoDatabase(f"database_url: it can't be used: {kind}{why}") from error
     stack.push_async_callback(accounts.close)
+    await _show_first_key(accounts, settings)
     return accounts
 
 
@@ -327,7 +330,6 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     link = RedisLink(settings.redis_target, settings.redis_timeout_ms / 1000.0)
     stack.push_async_callback(link.aclose)
     accounts = await _open_accounts(settings, link, stack)
-    await _show_first_key(accounts, settings)
     stored_responses = _open_responses(settings, accounts, metrics, stack)
     memory = Memory(stored_responses, settings)
     ledger = Ledger(accounts.database)
@@ -336,15 +338,17 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     stack.push_async_callback(money.aclose)
     exact, semantic = _open_cache(settings, link, stack)
     fleet = await _open_fleet(settings, accounts, semantic, stack)
-    metrics.current = lambda: {**fleet.labels(), "team": accounts.team_names}
+    metrics.current = lambda: {**fleet.labels(), "team": accounts.team_ids}
     hits = HitsWriter(ledger, (stats := Stats(link, time.time)).take_hits)
     stack.push_async_callback(_last_flush, stats, hits, hosts := Hosts(settings, link))
     emit = _emitter(settings, log, metrics, stats, _open_traces(settings, fleet, metrics, stack))
     limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
     learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, fleet)
     lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds)
-    learn = learning.learn
-    pipeline = Pipeline(settings, accounts, limits, exact, lookup, money=money, fleet=fleet, emit=emit, learn=learn)
+    guard, learn = _guard(settings, accounts, metrics, link, stack), learning.learn
+    keys = Bearers(settings, guard.provider, accounts)
+    services: dict[str, Any] = {"money": money, "fleet": fleet, "bearers": keys, "emit": emit, "learn": learn}
+    pipeline = Pipeline(settings, accounts, limits, exact, lookup, **services)
     learning.connect(pipeline)
     for end in (learning.aclose, pipeline.drain, learning.stop):  # the last one first
         stack.push_async_callback(end)
@@ -356,7 +360,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     return WorkerParts(
         settings=settings,
         configuration=Configuration(settings, pipeline, semantic, learning, metrics=metrics, link=link),
-        guard=_guard(settings, accounts, metrics, link),
+        guard=guard,
         link=link,
         accounts=accounts,
         ledger=ledger,
@@ -472,10 +476,12 @@ async def _show_first_key(accounts: Accounts, settings: Settings) -> None:
         print(f"  API key    {shown} (shown this once; team `default`)", flush=True)
 
 
-def _guard(settings: Settings, accounts: Accounts, metrics: Metrics, link: RedisLink) -> Guard:
+def _guard(settings: Settings, accounts: Accounts, metrics: Metrics, link: RedisLink, stack: AsyncExitStack) -> Guard:
+    provider = Provider(settings)
+    stack.callback(provider.aclose)
     sessions = Sessions(accounts.database, time.time)
     count = lambda endpoint, outcome: metrics.add(m.WRONG_KEYS, 1, endpoint, outcome)  # noqa: E731
-    return Guard(settings, sessions, count, redis=link)
+    return Guard(settings, sessions, count, redis=link, provider=provider)
 
 
 def _routes(settings: Settings, parts: WorkerParts) -> Routes:

@@ -10,6 +10,7 @@ EXTRAS = {
     "litellm": ("litellm",),
     "parquet": ("pyarrow",),
     "s3": ("obstore",),
+    "access": ("joserfc",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
 

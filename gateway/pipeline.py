@@ -42,6 +42,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from cache import ExactCache, Fingerprint, fingerprint
+from gateway.access.people import Bearers
 from gateway.accounts import Identity, partition_of
 from gateway.accounts.accounts import Accounts
 from gateway.deployments.alias import Alias
@@ -71,20 +72,14 @@ from gateway.wire.types import Chunk
 _log = get_logger()
 
 Emit = Callable[[Record, Turn | None, Sequence[Chunk]], None]
-"""Logs, measures and counts one record.
-
-The turn and the chunks are for the log, if prompts may be logged.
-"""
+"""Logs, measures and counts one record. The turn and the chunks are for the log, if prompts may be logged."""
 
 Learn = Callable[[Flight, Record], None]
 """Takes a recorded flight, or one of a hit found by words. Never awaits or raises."""
 
 
 class Pipeline:
-    """The stages and the services that they use. One per worker.
-
-    `emit` and `learn` take each record.
-    """
+    """The stages and the services that they use. One per worker. `emit` and `learn` take each record."""
 
     def __init__(
         self,
@@ -96,6 +91,7 @@ class Pipeline:
         *,
         money: Money,
         fleet: Fleet,
+        bearers: Bearers,
         emit: Emit,
         learn: Learn | None = None,
     ) -> None:
@@ -112,6 +108,7 @@ class Pipeline:
         self.renew: Callable[[Turn, Identity, Alias, Looked], object] = lambda *_: None  # begins it, of a stale answer
         self._loops = LoopDetector()
         self._answers = RecordedAnswers(settings.cache, exact, semantic, limits)
+        self.bearers = bearers
         self._emit = emit
         self._learn = learn
         self.generating: set[asyncio.Task[Any]] = set()  # until they are recorded
@@ -127,8 +124,10 @@ class Pipeline:
             await asyncio.wait(self.generating)
 
     async def authenticate(self, key: str | None) -> Identity:
-        """1. The identity of an API key, without awaiting if it is known. Raises Unauthenticated."""
-        identity = (self.accounts.identify(key) or await self.accounts.find(key)) if key else None
+        """1. The identity of a key or token, without awaiting if it is a known key. Raises ApiError."""
+        identity = self.accounts.identify(key) if key else None
+        if identity is None and key:
+            identity = await self.bearers.identify(key) or await self.accounts.find(key)
         if identity is None:
             raise Unauthenticated(
                 "Incorrect API key provided"
@@ -184,12 +183,13 @@ class Pipeline:
 
     def _fingerprint(self, turn: Turn, identity: Identity) -> Fingerprint:
         """2. The digests of the request, in the partition of its team. Raises BadRequest."""
-        partition = partition_of(self.settings.secret, identity.team.id)
+        partition, keyed = partition_of(self.settings.secret, identity.team.id), self.settings.cache.key_fields
+        body = turn.body | dict.fromkeys(keyed, identity.user) if identity.user and keyed else turn.body
         try:
             apart = None if turn.native is None else turn.native.apart
             if turn.kind.is_plain:  # events and a whole answer are different bytes
                 apart = f"{turn.kind.name} stream" if turn.is_stream else turn.kind.name
-            return fingerprint(turn.body, partition, turn.controls.namespace, self.settings.cache.key_fields, apart)
+            return fingerprint(body, partition, turn.controls.namespace, keyed, apart)
         except ValueError as error:
             raise BadRequest(f"The body can't be encoded: {error}", code="invalid_json") from None
 

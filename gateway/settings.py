@@ -14,6 +14,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlsplit
@@ -61,7 +62,14 @@ class SettingsError(Exception):
 
 
 _ADDRESS = re.compile(r"[\w.!#$%&'*+/=?^`{|}~-]+@[a-zA-Z0-9.-]+", re.ASCII)
-SECRETS = ("admin_key", "alerts_secret", "api_key", "metrics_key", "secret")  # only from the environment
+SECRETS = (
+    "access_secret",
+    "admin_key",
+    "alerts_secret",
+    "api_key",
+    "metrics_key",
+    "secret",
+)  # only from the environment
 _SECRET_CHARS_MIN = 16
 _SECRET_VARIETY_MIN = 4
 
@@ -489,7 +497,8 @@ class CacheSettings(_Section):
     is_semantic: bool = True
     """the semantic cache; without both, no answer is stored"""
     key_fields: list[Literal["safety_identifier", "user"]] = []
-    """`safety_identifier`, `user`: a request with another value never gets the same answer"""
+    """`safety_identifier`, `user`: a request with another value never gets the same answer; of a
+    person with a token both are the person"""
     ttl_s: int = Field(86_400, gt=0)
     """how long an answer is served; requests may ask for less or more, up to ttl_s_max"""
     ttl_s_max: int = Field(30 * 86_400, gt=0)
@@ -717,6 +726,85 @@ class ResponseSettings(_Section):
     their end"""
 
 
+class Role(StrEnum):
+    """What a person may do; gateway/admin/roles.py has the operations of each."""
+
+    ADMIN = "admin"
+    FINANCE = "finance"
+    VIEWER = "viewer"
+    AUDITOR = "auditor"
+    TEAM_ADMIN = "team_admin"
+    MEMBER = "member"
+
+
+class GroupSettings(_Section):
+    role: Role
+    """what the group's people may do: [access.md](access.md#roles)"""
+    teams: list[str] = []
+    """the names of the teams where they may, for `team_admin` and `member`"""
+
+    @model_validator(mode="after")
+    def _has_its_teams(self) -> "GroupSettings":
+        needs_teams = self.role in (Role.TEAM_ADMIN, Role.MEMBER)
+        if needs_teams != bool(self.teams):
+            expected = "the names of teams" if needs_teams else "none: this role is for all teams"
+            raise ValueError(f"teams: found {self.teams} for the role {self.role}, expected {expected}")
+        return self
+
+
+class AccessSettings(_Section):
+    issuer: str | None = None
+    """the URL of the OpenID provider, as its tokens have it in `iss` (needs the extra `access`);
+    absent: there is no sign-in"""
+    client_id: str = ""
+    """the dashboard's client at the provider; its secret, if it has one, is SAMEWAY_ACCESS_SECRET;
+    empty: the dashboard has no sign-in"""
+    scopes: list[str] = ["openid"]
+    """what the sign-in asks the provider for; many providers send groups with one more"""
+    audience: str = ""
+    """the `aud` of the tokens that /v1 takes in place of API keys; empty: it takes none"""
+    groups_claim: str = "groups"
+    """the claim that lists a person's groups; dots lead into objects, as `realm_access.roles`"""
+    user_claim: str = "sub"
+    """the claim that names a person in the audit log, as the owner of keys and as the user of
+    budgets; choose one that people cannot change at the provider; of the forms of Unicode, NFKC is
+    taken alone"""
+    groups: dict[str, GroupSettings] = {}
+    """what the provider's groups may do here, by their names; who is in none of them is refused"""
+    algorithms: list[Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512"]] = [
+        "RS256", "PS256", "ES256",
+    ]  # fmt: skip
+    """the signatures that are taken"""
+    required_claims: dict[str, str] = {}
+    """what a token at /v1 must say, by claim; of a list, one of its values"""
+    leeway_s: int = Field(60, ge=0, le=300)
+    """how far the provider's clock may differ from ours"""
+    token_s_max: int = Field(3600, ge=60)
+    """seconds after its `iat` until which a token at /v1 is taken, if its `exp` is later"""
+    is_admin_key_taken: bool = True
+    """the admin key opens the dashboard and the admin API; without, only people who sign in do"""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "AccessSettings":
+        wrong, url = [], urlsplit(self.issuer or "")
+        if self.issuer is None:
+            if self.client_id or self.audience or not self.is_admin_key_taken:
+                wrong.append("issuer: found none, expected the provider's URL beside client_id and audience")
+        elif not is_http_url(self.issuer) or (url.scheme == "http" and not is_loopback(url.hostname or "")):
+            wrong.append(f"issuer: found {self.issuer[:100]!r}, expected https://HOST")
+        elif remedy := lacks("access"):
+            wrong.append(f"issuer: found a provider without the library for its tokens: {remedy}")
+        is_open = self.client_id and any(group.role is Role.ADMIN for group in self.groups.values())
+        if not self.is_admin_key_taken and not is_open:
+            wrong.append(
+                "is_admin_key_taken: found false, expected client_id and a group with the role admin beside it"
+            )
+        if self.client_id and "openid" not in self.scopes:
+            wrong.append(f"scopes: found {self.scopes}, expected openid among them")
+        _refuse(wrong)
+        return self
+
+
 class Settings(_Section):
     host: str = "127.0.0.1"
     """the address to listen on"""
@@ -747,6 +835,8 @@ class Settings(_Section):
     secret: str | None = None
     """the key of the cache's partitions and of sessions (environment only); hosts that share a
     Redis share it; default: made at the first start, kept in data_dir"""
+    access_secret: str | None = None
+    """the secret of the client `access.client_id` at the provider (environment only)"""
     alerts_secret: str | None = None
     """signs what is sent to `alerts.webhook_url` (environment only): any text, or base64 after
     `whsec_`"""
@@ -772,6 +862,7 @@ class Settings(_Section):
     """timeout of a Redis call"""
     shutdown_grace_s: float = Field(30.0, ge=0)
     """seconds that running answers get when the gateway stops"""
+    access: AccessSettings = AccessSettings()
     cache: CacheSettings = CacheSettings()
     budgets: BudgetSettings = BudgetSettings()
     loops: LoopSettings = LoopSettings()

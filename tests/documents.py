@@ -23,9 +23,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gateway.admin.guard import Guard
+from gateway.admin.roles import TABLE
 from gateway.admin.routes import admin_routes
 from gateway.reserved import FIELDS, TOOLS
-from gateway.settings import SECTIONS, Settings
+from gateway.settings import SECTIONS, Role, Settings
 from gateway.telemetry.metric_names import DEFINITIONS
 from tests import surfaces
 from tests.dialects import player
@@ -42,6 +43,7 @@ def generated() -> dict[str, str]:
     """The lines of each generated part by its name."""
     parts: dict[str, Callable[[], Iterable[str]]] = {
         "admin routes": _admin_routes,
+        "roles": _roles,
         "metrics": _metrics,
         "features": surfaces.table,
         "providers": player.table,
@@ -121,6 +123,14 @@ def _admin_routes() -> Iterable[str]:
     for path, methods in admin_paths().items():
         for method, operation in methods.items():
             yield f"| `{method.upper()} {path}` | {_sentences(operation['description'])} |"
+
+
+def _roles() -> Iterable[str]:
+    yield f"| may | {' | '.join(f'`{role}`' for role in Role)} |"
+    yield f"| --- |{' --- |' * len(Role)}"
+    for row in TABLE:
+        words = ["yes" if role in row.everywhere else "own" if role in row.in_teams else "–" for role in Role]
+        yield f"| {row.what} | {' | '.join(words)} |"
 
 
 def admin_paths() -> dict[str, Any]:

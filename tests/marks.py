@@ -27,6 +27,7 @@ MARKERS: dict[str, tuple[str, ...]] = {
         "accounts/test_money_model.py",
         "accounts/test_rollups.py",
         "accounts/test_unsettled.py",
+        "admin/test_access.py",
         "admin/test_api.py",
         "admin/test_doors.py",
         "admin/test_operations.py",

@@ -92,7 +92,7 @@ def test_every_generated_part_is_shown_once() -> None:
 def test_every_setting_has_a_sentence() -> None:
     """But for sections, which have a table of their own."""
     without = [name for section in SECTIONS for name in section.model_fields if not meanings_of(section).get(name)]
-    assert without == ["cache", "budgets", "loops", "alerts", "batches", "ledger", "responses", "traces"]
+    assert without == ["access", "cache", "budgets", "loops", "alerts", "batches", "ledger", "responses", "traces"]
 
 
 def test_every_setting_is_read() -> None:
@@ -109,7 +109,7 @@ def test_every_setting_is_read() -> None:
             read.add((name.strip("_").removesuffix("s"), node.attr))
     unread = []
     for section in SECTIONS:
-        owners = {"setting", section.__name__.removesuffix("Settings").lower()} | (
+        owners = {"setting", section.__name__.removesuffix("Settings").lower().removesuffix("s")} | (
             {"self"} if section is Settings else set()
         )
         unread += [f"{section.__name__}.{n}" for n in section.model_fields if not any((o, n) in read for o in owners)]

@@ -38,6 +38,8 @@ from cache.redis_link import RedisLink
 from cache.verdicts import Judge, Verdict, VerdictStore
 from cache.verdicts.records import AnswerJudged
 from cache.worker.messages import Embedded
+from gateway.access.people import Bearers
+from gateway.access.provider import Provider
 from gateway.accounts import Identity, LedgerRow, decode_row, partition_of, schema
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import NoAnswer
@@ -1117,8 +1119,18 @@ async def _build(settings: Settings, redis: Redis) -> World:
     client: SemanticClient = scripted
     fleet, backends = _fleet(settings, clock, client)
     lookup = SemanticLookup(settings, client, exact, Bounds(settings), clock=clock.unix)
+    bearers = Bearers(settings, Provider(settings, clock.unix), accounts, clock.unix)
     pipeline = Pipeline(
-        settings, accounts, rates, exact, lookup, money=money, fleet=fleet, emit=emit, learn=learner.recorded
+        settings,
+        accounts,
+        rates,
+        exact,
+        lookup,
+        money=money,
+        fleet=fleet,
+        bearers=bearers,
+        emit=emit,
+        learn=learner.recorded,
     )
     questions: list[tuple[str, int, str]] = []
     requests.connect(pipeline)

@@ -9,6 +9,7 @@ the memory of such keys are bounded. It also checks if `refresh` has not confirm
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -30,6 +31,10 @@ from policies.windows import KEY, TEAM, Overdraft, Unit
 
 _T = TypeVar("_T")
 _FIRST_TEAM = "default"
+PEOPLE = "signed-in people"
+"""The key of a team's callers that come with tokens: its row has their models and limits; nobody has its plaintext."""
+ALL_PEOPLE = "*"
+"""The owner of that key."""
 _ROWS_AT_ONCE = 200
 _VERSION = sa.select(schema.installation.c.version)
 # looks at the database for keys that the snapshot lacks: guesses must not keep it busy
@@ -65,7 +70,8 @@ class Accounts:
         self._notify = notify
         self._clock = clock
         self._identities: Mapping[bytes, Identity] = {}
-        self.team_names = frozenset[str]()
+        self._people: Mapping[int, Identity] = {}
+        self.team_ids: Mapping[str, int] = {}
         self._uses: Mapping[str, str] = {}
         self._on_uses: Callable[[Mapping[str, str]], None] | None = None
         self._version = 0
@@ -103,6 +109,20 @@ class Accounts:
             return None
         self._used_at_s[identity.key.id] = now_s
         return identity
+
+    def people(self, team_id: int) -> Identity | None:
+        """What the people of a team have in common, from memory; None like `identify`, and where no one came yet."""
+        return None if self._is_old() else self._valid(self._people.get(team_id), self._clock())
+
+    async def find_people(self, team_id: int) -> Identity | None:
+        """The same, after a look at the database; the first of a team's people makes their key."""
+        if self._is_old():
+            await self._look(is_old=True)
+        if team_id not in self._people and team_id in self.team_ids.values():
+            with contextlib.suppress(AlreadyExists, DoesNotExist):  # another worker's, a revoked one; a deleted team
+                await self.create_key(team_id, PEOPLE, owner=ALL_PEOPLE)
+            await self.refresh()
+        return self._valid(self._people.get(team_id), self._clock())
 
     async def of_key(self, key_id: int) -> Identity | None:
         """The identity of a key by its id, from memory like `find`; None like `identify`."""
@@ -185,7 +205,8 @@ class Accounts:
                         identities[key.digest] = Identity(key, teams[key.team_id], of_team.get(key.team_id, ()))
                 acts = [(row.entry, row.action) for row in await connection.execute(latest_uses())]
             self._identities = identities
-            self.team_names = frozenset(team.name for team in teams.values())
+            self._people = {one.team.id: one for one in identities.values() if one.key.owner == ALL_PEOPLE}
+            self.team_ids = {team.name: team.id for team in teams.values()}
             self._uses = {name: USES[action] for name, action in acts}
             if self._on_uses is not None:
                 self._on_uses(self._uses)
@@ -254,9 +275,11 @@ class Accounts:
     # ── teams ──
 
     @uncancelled
-    async def create_team(self, name: str, *, budget: Mapping[str, Any] | None = None, **fields: Any) -> Team:
-        """Create a team, with its first `budget` in the same transaction. Raises Invalid,
-        AlreadyExists.
+    async def create_team(
+        self, name: str, *, budget: Mapping[str, Any] | None = None, row: AuditRow | None = None, **fields: Any
+    ) -> Team:
+        """Create a team, with its first `budget` in the same transaction; `row`: see `_recorded`. Raises
+        Invalid, AlreadyExists.
         """
         check({"name": name, **fields})
         values = self._new_budget(**budget) if budget is not None else None
@@ -264,11 +287,12 @@ class Accounts:
             team_id = await _insert(connection, schema.teams, self._new_team(name, fields))
             if values is not None:
                 await _insert(connection, schema.budgets, {"team_id": team_id, **values})
-            return _team(await _row(connection, schema.teams, team_id))
+            return _team(await _recorded(connection, schema.teams, team_id, row))
 
-    async def update_team(self, team_id: int, **changes: Any) -> Team:
-        """Change a team's fields. Raises Invalid, AlreadyExists, DoesNotExist."""
-        return _team(await self._updated(schema.teams, team_id, changes, f"a team named {changes.get('name')!r}"))
+    async def update_team(self, team_id: int, *, row: AuditRow | None = None, **changes: Any) -> Team:
+        """Change a team's fields; `row`: see `_recorded`. Raises Invalid, AlreadyExists, DoesNotExist."""
+        taken = f"a team named {changes.get('name')!r}"
+        return _team(await self._updated(schema.teams, team_id, changes, taken, row))
 
     async def list_teams(self) -> list[Team]:
         """All teams, by id."""
@@ -281,9 +305,12 @@ class Accounts:
             return _team(await _row(connection, schema.teams, team_id))
 
     @uncancelled
-    async def delete_team(self, team_id: int) -> None:
-        """Delete a team with its keys and budgets; its ledger rows stay. Raises DoesNotExist."""
+    async def delete_team(self, team_id: int, row: AuditRow | None = None) -> None:
+        """Delete a team with its keys and budgets; its ledger rows stay. `row`: see `_recorded`. Raises
+        DoesNotExist.
+        """
         async with self._change("") as connection:
+            await _recorded(connection, schema.teams, team_id, row, is_going=True)
             # before the team's own row, as writers of its stores lock them
             await connection.execute(sa.delete(schema.holdings).where(schema.holdings.c.team_id == team_id))
             await _delete(connection, schema.teams, team_id)
@@ -291,26 +318,28 @@ class Accounts:
     # ── keys ──
 
     @uncancelled
-    async def create_key(self, team_id: int, name: str, **fields: Any) -> NewKey:
-        """Create a key; its plaintext is returned once and stored nowhere.
+    async def create_key(self, team_id: int, name: str, *, row: AuditRow | None = None, **fields: Any) -> NewKey:
+        """Create a key; its plaintext is returned once and stored nowhere. `row`: see `_recorded`.
 
         Raises Invalid, AlreadyExists, and DoesNotExist for an unknown team.
         """
         check({"name": name, **fields})
+        _check_free(name, fields)
         plaintext = new_plaintext()
         async with self._change(f"a key named {name!r} in this team") as connection:
             await _row(connection, schema.teams, team_id)
             key_id = await _insert(connection, schema.keys, self._new_key(team_id, name, plaintext, fields))
-            return NewKey(_key(await _row(connection, schema.keys, key_id)), plaintext)
+            return NewKey(_key(await _recorded(connection, schema.keys, key_id, row)), plaintext)
 
-    async def update_key(self, key_id: int, **changes: Any) -> Key:
-        """Change a key's fields. Raises Invalid, AlreadyExists, DoesNotExist."""
+    async def update_key(self, key_id: int, *, row: AuditRow | None = None, **changes: Any) -> Key:
+        """Change a key's fields; `row`: see `_recorded`. Raises Invalid, AlreadyExists, DoesNotExist."""
+        _check_free(changes.get("name"), {})
         taken = f"a key named {changes.get('name')!r} in this team"
-        return _key(await self._updated(schema.keys, key_id, changes, taken))
+        return _key(await self._updated(schema.keys, key_id, changes, taken, row))
 
-    async def revoke_key(self, key_id: int) -> Key:
+    async def revoke_key(self, key_id: int, row: AuditRow | None = None) -> Key:
         """Deactivate a key; its row stays, since the ledger names it. Raises DoesNotExist."""
-        return await self.update_key(key_id, is_active=False)
+        return await self.update_key(key_id, row=row, is_active=False)
 
     async def list_keys(self, team_id: int | None = None) -> list[Key]:
         """All keys, or one team's, by id."""
@@ -320,9 +349,16 @@ class Accounts:
 
     @uncancelled
     async def create_budget(
-        self, team_id: int, window: WindowKind, limit: int, is_hard: bool = True, **fields: Any
+        self,
+        team_id: int,
+        window: WindowKind,
+        limit: int,
+        is_hard: bool = True,
+        *,
+        row: AuditRow | None = None,
+        **fields: Any,
     ) -> Budget:
-        """Create a budget. A budget on the team's money counts from the start of the running
+        """Create a budget; `row`: see `_recorded`. A budget on the team's money counts from the start of the running
         window, any other budget from its creation.
 
         Raises Invalid, AlreadyExists, and DoesNotExist for an unknown team.
@@ -339,14 +375,14 @@ class Accounts:
                 if values["whose"] not in {f"={key_id}" for key_id in (await connection.execute(of_team)).scalars()}:
                     raise Invalid("value", "expected the id of a key of this team, or null for each key")
             budget_id = await _insert(connection, budgets, {"team_id": team_id, **values})
-            return _budget(await _row(connection, schema.budgets, budget_id))
+            return _budget(await _recorded(connection, schema.budgets, budget_id, row))
 
-    async def update_budget(self, budget_id: int, **changes: Any) -> Budget:
-        """Change a budget's fields. Raises AlreadyExists, DoesNotExist."""
+    async def update_budget(self, budget_id: int, *, row: AuditRow | None = None, **changes: Any) -> Budget:
+        """Change a budget's fields; `row`: see `_recorded`. Raises AlreadyExists, DoesNotExist."""
         if "limit" in changes:
             changes["limit_microusd"] = changes.pop("limit")
         taken = "a budget of this team with that window and hardness"
-        return _budget(await self._updated(schema.budgets, budget_id, changes, taken))
+        return _budget(await self._updated(schema.budgets, budget_id, changes, taken, row))
 
     async def raise_budget(self, budget_id: int, by: int, until_ms: int, row: AuditRow) -> Budget:
         """Add `by` to a budget's limit until `until_ms` (unix milliseconds), and write `row` to the
@@ -371,9 +407,10 @@ class Accounts:
         return await self._listed(schema.budgets, _budget, team_id)
 
     @uncancelled
-    async def delete_budget(self, budget_id: int) -> None:
-        """Delete a budget. Raises DoesNotExist."""
+    async def delete_budget(self, budget_id: int, row: AuditRow | None = None) -> None:
+        """Delete a budget; `row`: see `_recorded`. Raises DoesNotExist."""
         async with self._change("") as connection:
+            await _recorded(connection, schema.budgets, budget_id, row, is_going=True)
             await _delete(connection, schema.budgets, budget_id)
 
     # ── deployments ──
@@ -402,17 +439,16 @@ class Accounts:
     async def _updated(
         self, table: sa.Table, row_id: int, changes: dict[str, Any], taken: str = "", row: AuditRow | None = None
     ) -> Any:
-        """The row after `changes`; `row` is written to the audit log. For `taken` see `_change`.
+        """The row after `changes`. For `taken` see `_change`, for `row` `_recorded`.
 
         Raises Invalid, AlreadyExists, DoesNotExist.
         """
         check(changes)
         async with self._change(taken) as connection:
-            if row is not None:
-                await connection.execute(inserted(row))
+            before = await _row(connection, table, row_id) if row is not None else None
             if changes:
                 await connection.execute(sa.update(table).where(table.c.id == row_id).values(changes))
-            return await _row(connection, table, row_id)
+            return await _recorded(connection, table, row_id, row, before)
 
     def _new_budget(self, window: WindowKind, limit: int, is_hard: bool = True, **fields: Any) -> dict[str, Any]:
         """The columns of a budget. Raises Invalid."""
@@ -499,6 +535,31 @@ async def _row(connection: AsyncConnection, table: sa.Table, row_id: int) -> Any
     return row
 
 
+async def _recorded(
+    connection: AsyncConnection,
+    table: sa.Table,
+    row_id: int,
+    audit: AuditRow | None,
+    before: Any = None,
+    *,
+    is_going: bool = False,
+) -> Any:
+    """The table's row as it is now. `audit` goes to the audit log in the same transaction, with what changed
+    since `before`; without an `entry` it gets the row's name. `is_going`: the row is deleted next.
+
+    Raises DoesNotExist.
+    """
+    now = await _row(connection, table, row_id)
+    if audit is not None:
+        named = getattr(now, "name", "")
+        entry = audit.entry or f"{table.name[:-1]} {row_id}" + (f": {named}" if named else "")
+        team_id = row_id if table is schema.teams else now.team_id
+        audit = msgspec.structs.replace(audit, entry=entry, team_id=team_id)
+        states = (now, None) if is_going else (before, now)
+        await connection.execute(inserted(audit.of_change(*states)))
+    return now
+
+
 async def _insert(connection: AsyncConnection, table: sa.Table, values: Mapping[str, Any]) -> int:
     return int((await connection.execute(sa.insert(table).values(values).returning(table.c.id))).scalar_one())
 
@@ -506,6 +567,12 @@ async def _insert(connection: AsyncConnection, table: sa.Table, values: Mapping[
 async def _delete(connection: AsyncConnection, table: sa.Table, row_id: int) -> None:
     if (await connection.execute(sa.delete(table).where(table.c.id == row_id))).rowcount == 0:
         raise DoesNotExist(f"there is no {table.name[:-1]} {row_id}")
+
+
+def _check_free(name: str | None, fields: Mapping[str, Any]) -> None:
+    """Refuse the name of the key of a team's people for another key, which would stand in its way. Raises Invalid."""
+    if name == PEOPLE and fields.get("owner") != ALL_PEOPLE:
+        raise Invalid("name", f"the gateway makes the key {PEOPLE!r} itself: choose another name")
 
 
 def _team(row: Any) -> Team:

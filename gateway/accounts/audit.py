@@ -1,7 +1,8 @@
-"""The audit log in SQL: an admin's and an operator's acts, with time, client and way.
+"""The audit log in SQL: what operators changed and which texts they read, with time, actor, client and
+way.
 
-The acts are: answers shown, exported or imported, certificates started, budgets raised or reset,
-ledger corrections, and changes of a deployment, a batch or the configuration. It has no texts of
+The acts are: changes of teams, keys, budgets, models, deployments, batches, the cache, the ledger and
+the configuration, sign-ins, verdicts, and texts shown, exported or imported. It has no texts of
 requests. Invariant: rows are added and never changed or removed; they outlive teams. A deployment's
 latest row with an action of `USES` decides its use, and an alias's latest change of its model, what
 the database says of it.
@@ -31,19 +32,27 @@ CACHE_IMPORTED = "cache_imported"
 CACHE_EXPORTED = "cache_exported"
 CONFIG_RELOADED = "configuration_reloaded"
 MODEL_CHANGED = "model_changed"
+TEAM_CREATED, TEAM_CHANGED, TEAM_DELETED = "team_created", "team_changed", "team_deleted"
+KEY_CREATED, KEY_CHANGED = "key_created", "key_changed"
+BUDGET_CREATED, BUDGET_CHANGED, BUDGET_DELETED = "budget_created", "budget_changed", "budget_deleted"
+CACHE_PURGED, ANSWER_CLEARED, VERDICT_GIVEN = "cache_purged", "answer_cleared", "verdict_given"
+TEXTS_SHOWN = "texts_shown"
+SIGNED_IN, SIGNED_OUT, SESSION_ENDED = "signed_in", "signed_out", "session_ended"
 USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
 """The use of a deployment after an action; empty: in use."""
+_SELDOM_MS = 600_000
+_LIKES_MAX = 1_000
 
 
 class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One look of an admin at texts, one certificate started, or one act on a budget, the ledger, a
-    batch or a deployment.
+    """One look of an operator at texts, or one act.
 
-    `at_ms` is unix milliseconds. `entry` is the id of the cached answer or the batch, the
-    certificate's alias, the change of the budget or the ledger, its removed month, or the deployment's name. `team_id`
-    is 0 for a change of the ledger or a deployment. `request_id` is empty except for answers;
-    `client` is the address, or the system's user for a command; `way` is `dashboard`, `api`,
-    `command`, or `age` for a month of the ledger that was removed.
+    `at_ms` is unix milliseconds. `entry` says what was changed or read: the id of the cached answer or
+    the batch, the name of a team or key, the certificate's alias, the conditions of a purge, the page
+    with the texts. `change` is JSON: each changed field's values before and after; empty where there
+    are none. `team_id` is 0 for what is no team's. `request_id` is empty except for answers; `actor`
+    is the person or `admin key`; `client` is the address, or the system's user for a command; `way`
+    is `dashboard`, `api`, `command`, or `age` for a month of the ledger that was removed.
     """
 
     at_ms: int
@@ -53,7 +62,21 @@ class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
     entry: str
     client: str
     way: str
+    actor: str = ""
+    change: str = ""
     id: int = 0  # given by the database
+
+    def of_change(self, before: sa.Row[Any] | None, after: sa.Row[Any] | None) -> "AuditRow":
+        """The same with what differs between two states of a database row; None: it is not there."""
+        old, new = (_shown(row) for row in (before, after))
+        change = {name: [old.get(name), new.get(name)] for name in {**old, **new} if old.get(name) != new.get(name)}
+        return msgspec.structs.replace(self, change=msgspec.json.encode(change).decode())
+
+
+def _shown(row: sa.Row[Any] | None) -> dict[str, Any]:
+    """The fields of a row that people may read: no digests."""
+    fields = row._asdict() if row is not None else {}
+    return {name: value for name, value in fields.items() if not isinstance(value, bytes)}
 
 
 class ModelChange(msgspec.Struct, frozen=True):
@@ -69,10 +92,22 @@ class Audit:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._seldom: dict[tuple[str, str, str, str], int] = {}
 
     async def add(self, row: AuditRow) -> None:
         """Write a row. It is on disk when this returns."""
         await self._database.write(inserted(row))
+
+    async def add_seldom(self, row: AuditRow) -> None:
+        """Write a row unless its like, but for the time, was written in the last ten minutes: pages read
+        themselves again.
+        """
+        like = (row.action, row.entry, row.actor, row.client)
+        if row.at_ms - self._seldom.get(like, -_SELDOM_MS) >= _SELDOM_MS:
+            await self.add(row)
+            if len(self._seldom) >= _LIKES_MAX:
+                self._seldom.clear()
+            self._seldom[like] = row.at_ms
 
     async def rows(self, limit: int, before: int | None = None) -> tuple[AuditRow, ...]:
         """The latest rows, newest first; with `before`, only rows with a lower id."""

@@ -71,6 +71,7 @@ keys = _table(
     *_columns(sa.BigInteger, *LIMITS, nullable=True),
     sa.Column("models", sa.JSON(none_as_null=True)),
     sa.Column("last_used_at_s", sa.Double),
+    sa.Column("owner", sa.Text, nullable=False, server_default=""),
     sa.UniqueConstraint("digest"),
     sa.UniqueConstraint("team_id", "name"),
     sqlite_autoincrement=True,
@@ -117,12 +118,16 @@ installation = _table(
     sa.CheckConstraint("id = 1", name="single"),
 )
 
-# One row per session of the dashboard; `digest` is the token's, `mark` the admin key's.
+# One row per session of the dashboard; `digest` is the token's, `mark` that of the admin key or the
+# identity provider. `subject`, `sid` and `groups` are the provider's claims, empty for the admin key.
 sessions = _table(
     "sessions",
     sa.Column("digest", sa.LargeBinary(32), primary_key=True),
     sa.Column("mark", sa.LargeBinary(32), nullable=False),
     sa.Column("expires_at_s", sa.Double, nullable=False),
+    sa.Column("created_at_s", sa.Double, nullable=False, server_default="0"),
+    *_columns(sa.Text, "client", "actor", "subject", "sid", default=""),
+    sa.Column("groups", sa.JSON, nullable=False, server_default="[]"),
 )
 
 # What each team holds of the rows of a table, written in their transactions (`holdings.py`).
@@ -209,7 +214,8 @@ ledger_hours = _table(
 # (`ledger_files.py`).
 ledger_exports = _table("ledger_exports", *_key(hour=sa.BigInteger), *_columns(sa.BigInteger, "changes", "exported"))
 
-# What an admin asked to see. No foreign keys: rows outlive teams.
+# What operators changed and asked to see. `change` is JSON: a changed field's values before and after. No
+# foreign keys: rows outlive teams.
 audit = _table(
     "audit",
     sa.Column("id", sa.Integer, primary_key=True),
@@ -217,6 +223,7 @@ audit = _table(
     sa.Column("action", sa.Text, nullable=False),
     sa.Column("team_id", sa.Integer, nullable=False),
     *_columns(sa.Text, "request_id", "entry", "client", "way"),
+    *_columns(sa.Text, "actor", "change", default=""),
     sqlite_autoincrement=True,
 )
 

@@ -63,6 +63,7 @@ class Key:
     tokens_per_min: int | None = None
     models: tuple[str, ...] | None = None
     last_used_at_s: float | None = None
+    owner: str = ""  # the person whose key it is; empty: the team's
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ class NewKey:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The caller of a request: the key, its team and the team's budgets.
+    """The caller of a request: the key, its team and the team's budgets; and of a person with a token the
+    `user`, in place of what the request says.
 
     `at_deployments` are the `budgets` that limit deployments. `has_hard_money`: a hard budget
     limits money. `is_plain`: all budgets limit the team's money, and none allows overdraft.
@@ -84,6 +86,7 @@ class Identity:
     key: Key
     team: Team
     budgets: tuple[Budget, ...]
+    user: str = ""
     at_deployments: tuple[Budget, ...] = field(init=False)
     has_hard_money: bool = field(init=False)
     is_plain: bool = field(init=False)

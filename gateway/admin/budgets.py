@@ -10,18 +10,25 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from gateway import accounts
-from gateway.accounts.audit import BUDGET_RAISED, BUDGET_RESET
+from gateway.accounts.audit import (
+    BUDGET_CHANGED,
+    BUDGET_CREATED,
+    BUDGET_DELETED,
+    BUDGET_RAISED,
+    BUDGET_RESET,
+)
 from gateway.admin import models
 from gateway.admin.format import utc
-from gateway.admin.guard import Acting
+from gateway.admin.guard import Acting, Principal
 from gateway.admin.parts import WorkerParts
 from gateway.admin.queries import Id
 from gateway.journey.budget_words import amount_words
 from gateway.telemetry.summary import StatsWindow
+from gateway.wire.errors import Forbidden
 from policies import Budget
 from policies.holds import BudgetState
 from policies.pace import pace_of
-from policies.windows import Unit
+from policies.windows import TEAM, Unit
 
 _LIMITS = {"limit_microusd": Unit.MONEY, "limit_tokens": Unit.TOKENS, "limit_requests": Unit.REQUESTS}
 _VALUES_SHOWN = 100
@@ -38,23 +45,28 @@ async def list_budgets_of_team(parts: WorkerParts, team_id: Id) -> models.Budget
     return {"budgets": await budgets(parts, team_id)}
 
 
-async def create_budget(parts: WorkerParts, team_id: Id, body: models.BudgetIn) -> models.BudgetOut:
+async def create_budget(parts: WorkerParts, team_id: Id, body: models.BudgetIn, operator: Acting) -> models.BudgetOut:
     """A new budget. On the team's money it counts from its window's start, else from now. 409 where one of its kind is."""
-    budget = await parts.accounts.create_budget(team_id, **fields_of(body))
+    _check_below(body.axis, operator)
+    row = parts.audit_row(BUDGET_CREATED, "", operator)
+    budget = await parts.accounts.create_budget(team_id, **fields_of(body), row=row)
     return await _live(parts, budget.id)
 
 
-async def update_budget(parts: WorkerParts, budget_id: Id, body: models.BudgetPatch) -> models.BudgetOut:
+async def update_budget(
+    parts: WorkerParts, budget_id: Id, body: models.BudgetPatch, operator: Acting
+) -> models.BudgetOut:
     """Changes the fields that are sent. 409 where the team has one of that kind."""
     given = body.given()
     limits = {name: limit for name in _LIMITS if (limit := given.pop(name, None)) is not None}
+    budget = await _definition(parts, budget_id)
+    _check_below(budget.axis, operator)
     if limits:
-        budget = await _definition(parts, budget_id)
         for name in limits:
             if _LIMITS[name] is not budget.unit:
                 raise accounts.Invalid(name, f"this budget counts {budget.unit}, and its unit cannot change")
         given["limit"] = next(iter(limits.values()))
-    await parts.accounts.update_budget(budget_id, **given)
+    await parts.accounts.update_budget(budget_id, **given, row=parts.audit_row(BUDGET_CHANGED, "", operator))
     return await _live(parts, budget_id)
 
 
@@ -74,6 +86,7 @@ async def raise_budget(
 ) -> models.BudgetOut:
     """Raises the limit until a moment; a later raise replaces it. It is in the audit log."""
     budget = await _definition(parts, budget_id)
+    _check_below(budget.axis, operator)
     if body.until_s <= parts.clock() and body.by:
         raise accounts.Invalid("until_s", "expected a moment that has not passed")
     entry = f"budget {budget_id}: {amount_words(body.by, budget.unit)} more until {utc(body.until_s)}"
@@ -85,15 +98,24 @@ async def raise_budget(
 async def reset_budget(parts: WorkerParts, budget_id: Id, operator: Acting) -> models.BudgetOut:
     """Counts from 0 again. Requests under way count before the reset. It is in the audit log."""
     budget = await _live(parts, budget_id)
+    _check_below(budget.axis, operator)
     spent = "an unknown amount" if budget.spent is None else amount_words(budget.spent, budget.unit)
     row = parts.audit_row(BUDGET_RESET, f"budget {budget_id}: {spent} was spent", operator, budget.team_id)
     await parts.accounts.reset_budget(budget_id, row)
     return await _live(parts, budget_id)
 
 
-async def delete_budget(parts: WorkerParts, budget_id: Id) -> None:
+async def delete_budget(parts: WorkerParts, budget_id: Id, operator: Acting) -> None:
     """The team is no longer held to it."""
-    await parts.accounts.delete_budget(budget_id)
+    _check_below((await _definition(parts, budget_id)).axis, operator)
+    await parts.accounts.delete_budget(budget_id, parts.audit_row(BUDGET_DELETED, "", operator))
+
+
+def _check_below(axis: str, operator: Principal) -> None:
+    """Refuse a change of a team's own budget by others than an admin. Raises Forbidden."""
+    if axis == TEAM and not operator.is_admin:
+        message = "A budget on all of a team is the admin's: choose an axis below it, such as key, user or a tag"
+        raise Forbidden(message, code="role_not_allowed")
 
 
 def holds(parts: WorkerParts) -> list[models.HoldOut]:

@@ -15,7 +15,7 @@ from cache.query import Neighbourhood, Undecided
 from cache.verdicts import Scope, Suspension
 from cache.worker import WorkerState
 from gateway.accounts import Team
-from gateway.accounts.audit import ANSWER_SHOWN, CERTIFICATE_STARTED
+from gateway.accounts.audit import ANSWER_CLEARED, ANSWER_SHOWN, CACHE_PURGED, CERTIFICATE_STARTED, VERDICT_GIVEN
 from gateway.admin import models
 from gateway.admin.guard import Acting
 from gateway.admin.parts import WorkerParts
@@ -61,24 +61,32 @@ async def _owners(parts: WorkerParts) -> dict[Partition, dict[str, Any]]:
     return {parts.partition_of(team.id): {"team_id": team.id, "team": team.name} for team in teams}
 
 
-async def purge(parts: WorkerParts, body: models.PurgeIn) -> models.PurgeOut:
+async def purge(parts: WorkerParts, body: models.PurgeIn, operator: Acting) -> models.PurgeOut:
     """Removes entries by id, text, team, model, namespace, deployment, age and tag; with `dry_run` (the default) only counts them."""
     conditions = body.model_dump(exclude={"dry_run", "all"}, exclude_none=True)
     if body.all == bool(conditions):
         message = "Give at least one of id, text, team_id, namespace, model, deployment, older_than_s and tag, or `all`, not both"
         raise BadRequest(message, param="all", code="invalid_value")
-    result = await parts.exact.purge(await parts.entries_of(conditions), is_dry_run=body.dry_run)
+    chosen = await parts.entries_of(conditions)
+    if not body.dry_run:
+        entry = ", ".join(f"{name} {value}" for name, value in conditions.items() if name != "text") or "a text"
+        row = parts.audit_row(CACHE_PURGED, "everything" if body.all else entry, operator, body.team_id or 0)
+        await parts.audit.add(row)
+    result = await parts.exact.purge(chosen, is_dry_run=body.dry_run)
+    is_shown = bool(result.samples) and await parts.shows_texts(operator, "purged answers")
     owners = await _owners(parts)
     samples = [
         models.SampleOut.of(sample, created_at_s=sample.about.created_at, **owners.get(sample.partition, _DELETED))
         for sample in result.samples
     ]
+    samples = [one if is_shown else one.model_copy(update={"text": None}) for one in samples]
     return models.PurgeOut.of(result, dry_run=body.dry_run, samples=samples)
 
 
-async def try_prompt(parts: WorkerParts, body: models.TryIn) -> models.TryOut:
+async def try_prompt(parts: WorkerParts, body: models.TryIn, operator: Acting) -> models.TryOut:
     """What the cache would do with a prompt, and its nearest neighbours. Nothing is served, stored, counted or learned."""
     team = await parts.accounts.team(body.team_id)
+    await parts.shows_texts(operator, f"what is near a prompt, of the team {team.name}")
     chat = {"model": body.model, "messages": [{"role": "user", "content": body.prompt}]}
     request = fingerprint(chat, parts.partition_of(body.team_id))
     entry = (await parts.exact.lookup(request)).entry
@@ -127,7 +135,7 @@ def _judged(neighbourhood: Neighbourhood) -> dict[str, Any]:
 # -- wrong answers
 
 
-async def wrong(parts: WorkerParts) -> models.WrongsOut:
+async def wrong(parts: WorkerParts, operator: Acting) -> models.WrongsOut:
     """Answers that were found wrong and are out of service by meaning, the latest first."""
     owners = [(team, parts.partition_of(team.id)) for team in await parts.accounts.list_teams()]
     suspended = await asyncio.gather(*(parts.verdicts.suspended(partition) for _, partition in owners))
@@ -137,7 +145,10 @@ async def wrong(parts: WorkerParts) -> models.WrongsOut:
         for name, suspension in names.items()
     ]
     answers.sort(key=lambda answer: -answer[3].at)
-    return {"wrong": [await _wrong(parts, *answer) for answer in answers[:_WRONG_MAX]]}
+    shown = [await _wrong(parts, *answer) for answer in answers[:_WRONG_MAX]]
+    if not (any(one.text for one in shown) and await parts.shows_texts(operator, "wrong answers")):
+        shown = [one.model_copy(update={"text": None}) for one in shown]
+    return {"wrong": shown}
 
 
 async def _wrong(
@@ -157,9 +168,10 @@ async def _wrong(
     )
 
 
-async def clear(parts: WorkerParts, body: models.ClearIn) -> models.ClearOut:
+async def clear(parts: WorkerParts, body: models.ClearIn, operator: Acting) -> models.ClearOut:
     """Puts an answer, or a group of equal ones, back into service."""
     partition = parts.partition_of(body.team_id)
+    await parts.audit.add(parts.audit_row(ANSWER_CLEARED, body.name, operator, body.team_id))
     return {"was_out": await parts.verdicts.clear(partition, bytes.fromhex(body.name))}
 
 
@@ -225,7 +237,7 @@ def _answer_text(entry: Entry) -> str:
 
 
 async def audit(parts: WorkerParts, cursor: Id | None = None, limit: Limit = 100) -> models.AuditOut:
-    """Which texts an admin asked to see, which certificates were started, what was done with deployments and batches, newest first."""
+    """Who changed what and read which texts, with the values before and after, newest first."""
     rows = await parts.audit.rows(limit + 1, cursor)
     teams = {team.id: team.name for team in await parts.accounts.list_teams()}
     named = [{**msgspec.structs.asdict(row), "team": teams.get(row.team_id)} for row in rows[:limit]]
@@ -276,7 +288,8 @@ async def certify(parts: WorkerParts, body: models.CertificateIn, operator: Acti
     return started
 
 
-async def feedback(parts: WorkerParts, body: models.FeedbackIn) -> models.FeedbackOut:
+async def feedback(parts: WorkerParts, body: models.FeedbackIn, operator: Acting) -> models.FeedbackOut:
     """Says of any team's response what `POST /v1/feedback` says of one's own."""
     team_id = (await _record(parts, body.id)).request.team_id
+    await parts.audit.add(parts.audit_row(VERDICT_GIVEN, body.verdict, operator, team_id, body.id))
     return await parts.reports.report(parts.partition_of(team_id), team_id, body.id, body.verdict == "right", "admin")

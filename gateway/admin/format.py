@@ -4,6 +4,7 @@ Each function is a filter of the templates. No HTML but the <time> element of `a
 `now_s` is a parameter.
 """
 
+import json
 import math
 import re
 from datetime import UTC, datetime
@@ -91,6 +92,11 @@ def size(size_bytes: float | None) -> str:
 def price(microusd_per_mtok: int) -> str:
     """A price for a million tokens."""
     return "free" if microusd_per_mtok == 0 else f"{usd(microusd_per_mtok)} / M tokens"
+
+
+def changes(text: str) -> dict[str, list[object]]:
+    """The change of a row of the audit log, by field: its values before and after."""
+    return dict(json.loads(text or "{}"))
 
 
 def window(kind: WindowKind | str, rolling_s: int | None = None) -> str:

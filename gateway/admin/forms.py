@@ -18,12 +18,12 @@ from pydantic import BaseModel, ValidationError
 
 from gateway import accounts
 from gateway.admin import budgets, cache_views, configuration, operations, teams
-from gateway.admin.guard import COOKIE, SESSION_S, Endpoint, Guard, TooManyWrongKeys, operator_of
-from gateway.admin.html import LOGIN, Pages, is_own_path
-from gateway.admin.models import Act
+from gateway.admin.guard import principal_of
+from gateway.admin.html import is_own_path
+from gateway.admin.models import Act, SessionId
 from gateway.admin.parts import AdminParts
 from gateway.learning.reports import ReportOutcome
-from gateway.wire.errors import BadRequest, Unauthenticated
+from gateway.wire.errors import BadRequest
 from gateway.wire.requests import in_json_words
 
 Render = Callable[..., Awaitable[Response]]
@@ -44,6 +44,7 @@ class _Ids(BaseModel):
     key_id: int = 0
     budget_id: int = 0
     batch_id: str = ""
+    session_id: SessionId = ""
     act: Act = "reset"
 
 
@@ -83,7 +84,8 @@ class _Form:
 def add_forms(router: APIRouter, parts: AdminParts, renders: Mapping[str, Render]) -> None:
     """Add a route for each row of the table. `renders` are the pages by name."""
     for form in FORMS:
-        router.add_api_route(form.path, _handler(form, parts, renders.get(form.page)), methods=["POST"])
+        name = f"{form.operation.__name__} {form.page}".strip()
+        router.add_api_route(form.path, _handler(form, parts, renders.get(form.page)), methods=["POST"], name=name)
 
 
 def _handler(form: _Form, parts: AdminParts, render: Render | None) -> Callable[[Request], Awaitable[Response]]:
@@ -91,7 +93,7 @@ def _handler(form: _Form, parts: AdminParts, render: Render | None) -> Callable[
 
     async def handle(request: Request) -> Response:
         post = await _post(parts, request)
-        arguments = {**post.ids, "parts": parts, "operator": operator_of(request)}
+        arguments = {**post.ids, "parts": parts, "operator": principal_of(request)}
         context = {**post.ids, "form": form.name.format(**post.ids), "values": post.fields, "back": _back(post.fields)}
         try:
             values = await form.read(post)
@@ -144,43 +146,6 @@ def _back(fields: Mapping[str, str]) -> str:
     """The page that sent the form."""
     back = fields.get("back", "")
     return back if is_own_path(back) and "?" not in back else "/admin/cache"
-
-
-def add_session_forms(router: APIRouter, guard: Guard, pages: Pages) -> None:
-    @router.get("/login")
-    async def login_form(request: Request) -> Response:
-        if await guard.has_session(request):
-            return RedirectResponse("/admin", 303)
-        return pages.render(request, "login.html", problem="")
-
-    @router.post("/login")
-    async def login(request: Request) -> Response:
-        fields = await read_form(request)
-        try:
-            await guard.check_key(request, Endpoint.LOGIN, fields.get("key", ""))
-        except (Unauthenticated, TooManyWrongKeys) as error:
-            refusal = pages.render(request, "login.html", error.http_status, problem=error.message)
-            refusal.headers.update(error.headers)
-            return refusal
-        target = request.query_params.get("next", "")
-        reply = RedirectResponse(target if is_own_path(target) else "/admin", 303)
-        reply.set_cookie(
-            COOKIE,
-            await guard.new_session(),
-            max_age=SESSION_S,
-            path="/admin",
-            secure=request.url.scheme == "https",
-            httponly=True,
-            samesite="strict",
-        )
-        return reply
-
-    @router.post("/logout")
-    async def logout(request: Request) -> Response:
-        await guard.end_session(request)
-        reply = RedirectResponse(LOGIN, 303)
-        reply.delete_cookie(COOKIE, path="/admin")
-        return reply
 
 
 # -- the values of a model, from the fields of its form
@@ -272,6 +237,11 @@ async def _purge(post: _Post) -> Mapping[str, Any]:
     if values and "all" in fields:
         raise FormProblem("Tick “Everything, of every team”, or fill in what must match: not both.")
     return {**values, "all": "all" in fields, "dry_run": fields.get("confirmed") != "yes"}
+
+
+async def _purge_team(post: _Post) -> Mapping[str, Any]:
+    return {"team_id": post.ids["team_id"], **{name: post.fields[name] for name in ("tag",) if name in post.fields},
+            "dry_run": False}  # fmt: skip
 
 
 # -- fields
@@ -390,6 +360,10 @@ FORMS = (
     _Form(_TEAM + "/delete", teams.delete_team, "/admin/teams?done=team-deleted", "team", "delete", read=_confirmed),
     _Form(_TEAM + "/keys", teams.create_key, "", "team", "key", read=_key, shows="new_key"),
     _Form(_TEAM + "/keys/{key_id}/revoke", teams.revoke_key, _TO_TEAM + "key-revoked"),
+    _Form(_TEAM + "/purge", cache_views.purge, _TO_TEAM + "purged", read=_purge_team),
+    _Form("/me/{team_id}/keys", teams.create_key, "", "me", "key-{team_id}", read=_key, shows="new_key"),
+    _Form("/me/keys/{key_id}/revoke", teams.revoke_key, "/admin/me?done=key-revoked"),
+    _Form("/sessions/{session_id}/end", teams.end_session, "/admin/sessions?done=session-ended"),
     _Form(_TEAM + "/budgets", budgets.create_budget, _TO_TEAM + "budget-created", "team", "budget", read=_new_budget),
     _Form(_BUDGET, budgets.update_budget, _TO_TEAM + "budget-saved", "team", _AT_BUDGET, read=_budget),
     _Form(_BUDGET + "/raise", budgets.raise_budget, _TO_TEAM + "budget-raised", "team", _AT_BUDGET, read=_raise),

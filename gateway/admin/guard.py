@@ -1,6 +1,7 @@
 """Authentication of the operators' endpoints, and the admin plane's errors.
 
-The API takes `Authorization: Bearer <admin key>`; `/metrics` and `/readyz` take the metrics key,
+The API takes `Authorization: Bearer <admin key>`; a person's session has the roles of the person's
+groups, by the configuration of the moment; `/metrics` and `/readyz` take the metrics key,
 too. A browser gets a session from the login form; its cookie is HttpOnly and SameSite=Strict, and
 changes must come from the dashboard's own pages (Fetch Metadata, else `Origin`; OWASP Cross-Site
 Request Forgery Prevention Cheat Sheet). A new admin key ends all sessions.
@@ -16,7 +17,7 @@ import ipaddress
 import math
 import re
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
@@ -31,12 +32,14 @@ from starlette.exceptions import HTTPException
 
 from cache import CacheUnavailable
 from gateway import accounts
+from gateway.access.people import ADMIN_KEY, roles_of
+from gateway.access.provider import Provider
 from gateway.accounts.database import is_down
-from gateway.accounts.sessions import Sessions
+from gateway.accounts.sessions import Session, Sessions
 from gateway.admin.guesses import Guesses
 from gateway.exceptions import let_go
 from gateway.loggers import get_logger
-from gateway.settings import Settings
+from gateway.settings import Role, Settings
 from gateway.wire.errors import (
     ApiError,
     BadRequest,
@@ -52,6 +55,7 @@ from gateway.wire.requests import decode_strictly, in_json_words
 from policies.redis import RedisCommands
 
 COOKIE = "sameway_admin"
+ADMIN_ALONE: Mapping[Role, frozenset[int]] = {Role.ADMIN: frozenset()}
 SESSION_S = 12 * 3_600
 _SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(?::[0-9]*)?", re.IGNORECASE)
@@ -68,7 +72,7 @@ class Endpoint(StrEnum):
     READYZ = "readyz"
 
 
-_NEEDS = {
+NEEDS = {
     Endpoint.LOGIN: "That is not the admin key.",
     Endpoint.ADMIN_API: "The admin API needs `Authorization: Bearer <admin key>`; it is SAMEWAY_ADMIN_KEY where that "
     "is set, else in the data directory's admin.key",
@@ -98,11 +102,27 @@ class TooManyWrongKeys(RateLimited):
     code = "too_many_wrong_keys"
 
 
+class Principal(NamedTuple):
+    """Who sent a request: the person or `admin key`, the address, `dashboard` or `api`, and the roles, each
+    with the ids of its teams; none where it is for all.
+    """
+
+    actor: str
+    client: str
+    way: str
+    roles: Mapping[Role, frozenset[int]]
+
+    @property
+    def is_admin(self) -> bool:
+        return Role.ADMIN in self.roles
+
+
 class Guard:
     """Checks requests by the keys in `settings`.
 
     `sessions` are those of all processes; `count` counts refused keys, by endpoint and outcome;
-    `clock` gives steady seconds; `redis` has the wrong keys that other workers saw.
+    `clock` gives steady seconds; `redis` has the wrong keys that other workers saw; `provider` is where
+    people sign in.
     """
 
     def __init__(
@@ -112,6 +132,7 @@ class Guard:
         count: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
         redis: RedisCommands | None = None,
+        provider: Provider | None = None,
     ) -> None:
         if not settings.admin_key:
             raise ValueError("the admin plane needs an admin key")
@@ -119,11 +140,9 @@ class Guard:
         self._metrics_key = _digest(settings.metrics_key) if settings.metrics_key else None
         self._settings = settings
         self._own_host = settings.host.lower()
-        secret = hashlib.blake2b((settings.secret or "").encode()).digest()
-        # keyed, so that a copy of the database is no help in guessing the key
-        mark = hashlib.blake2b(settings.admin_key.encode(), digest_size=32, key=secret, person=b"sameway-admin")
-        self._mark = mark.digest()
-        self._sessions = sessions
+        self._settings = settings
+        self.sessions = sessions
+        self.provider = provider or Provider(settings)
         self._count = count
         self._guesses = Guesses(clock, redis)
 
@@ -131,7 +150,7 @@ class Guard:
         """Check an operator's key. Raises Unauthenticated for a wrong key, TooManyWrongKeys before reading it."""
         client, scope = client_of(request), endpoint.value
         wait_s = await self._guesses.wait_s(scope, client)
-        if wait_s and await self.has_session(request):
+        if wait_s and await self.session(request) is not None:
             scope = f"{endpoint} in a session"
             wait_s = await self._guesses.wait_s(scope, client)
         if wait_s:
@@ -139,6 +158,8 @@ class Guard:
             then = f"Wait {_seconds(wait_s)}, then send the right one."
             raise TooManyWrongKeys(f"Too many wrong keys came from your address. {then}", wait_s)
         digest = _digest(key)
+        if endpoint in (Endpoint.LOGIN, Endpoint.ADMIN_API) and not self._settings.access.is_admin_key_taken:
+            raise Unauthenticated("The admin key is switched off by `access.is_admin_key_taken`: sign in")
         if hmac.compare_digest(digest, self._admin_key):
             await self._guesses.forget(scope, client)
             return
@@ -149,17 +170,30 @@ class Guard:
         pause_s = await self._guesses.add(scope, client)
         self._count(endpoint, "wrong")
         _log.warning("wrong_key", endpoint=endpoint.value, client=client, pause_s=pause_s)
-        raise Unauthenticated(_NEEDS[endpoint])
+        raise Unauthenticated(NEEDS[endpoint])
 
-    async def check_api(self, request: Request) -> None:
-        """Check a request to the API, by key or session. Raises Unauthenticated, TooManyWrongKeys, CrossSite."""
-        key = _bearer(request)
+    async def enter(self, request: Request) -> Principal | None:
+        """Who sent a request to the API or a page, by key or session; None for neither.
+
+        Raises Unauthenticated, TooManyWrongKeys, CrossSite.
+        """
+        is_api = request.scope["route"].path.startswith("/admin/api/")
+        key = _bearer(request) if is_api else ""
         if key:
             await self.check_key(request, Endpoint.ADMIN_API, key)
-        elif await self.has_session(request):
+            session = None
+        elif (session := await self.session(request)) is not None:
             check_same_site(request)
         else:
-            raise Unauthenticated(_NEEDS[Endpoint.ADMIN_API])
+            return None
+        roles = ADMIN_ALONE
+        if session is not None and session.subject:
+            known = request.app.state.parts.accounts.team_ids
+            roles = roles_of(session.groups, self._settings.access, known)
+        actor = session.actor if session is not None else ADMIN_KEY
+        principal = Principal(actor, client_of(request), "api" if is_api else "dashboard", roles)
+        request.state.principal = principal
+        return principal
 
     async def may_observe(self, request: Request, endpoint: Endpoint) -> bool:
         """Whether the request may see the figures of teams and parts in `/metrics` and `/readyz`.
@@ -180,7 +214,7 @@ class Guard:
                     " in `Host`: another name may be a page's that was bound to this address",
                     code="unknown_host",
                 )
-            raise Unauthenticated(_NEEDS[endpoint])
+            raise Unauthenticated(NEEDS[endpoint])
 
     def _is_addressed(self, request: Request) -> bool:
         """Whether the request names this host.
@@ -199,17 +233,35 @@ class Guard:
         name = (host["ipv6"] or host["name"]).lower().removesuffix(".")
         return name in ("localhost", self._own_host) or _address(name) is not None
 
-    async def new_session(self) -> str:
-        """A cookie value that is valid for SESSION_S."""
-        return await self._sessions.start(self._mark, SESSION_S)
+    def mark(self, kind: str) -> bytes:
+        """What sessions of a kind begin under: `admin` of the admin key, `sign-in` of the provider and its client.
 
-    async def has_session(self, request: Request) -> bool:
+        It is keyed, so that a copy of the database is no help in guessing the key.
+        """
+        settings = self._settings
+        secret = hashlib.blake2b((settings.secret or "").encode()).digest()
+        of = settings.admin_key if kind == "admin" else f"{settings.access.issuer} {settings.access.client_id}"
+        person = f"sameway-{kind}".encode()
+        return hashlib.blake2b((of or "").encode(), digest_size=32, key=secret, person=person).digest()
+
+    @property
+    def marks(self) -> list[bytes]:
+        """Those of the sessions that are open."""
+        access = self._settings.access
+        return [self.mark("admin")] * access.is_admin_key_taken + [self.mark("sign-in")] * bool(access.client_id)
+
+    async def new_session(self, client: str = "") -> str:
+        """A cookie value of the admin key, valid for SESSION_S."""
+        return await self.sessions.start(self.mark("admin"), SESSION_S, client=client, actor=ADMIN_KEY)
+
+    async def session(self, request: Request) -> Session | None:
+        """The session of a request's cookie."""
         token = request.cookies.get(COOKIE, "")
-        return bool(token) and await self._sessions.is_open(token, self._mark)
+        return await self.sessions.find(token, self.marks) if token else None
 
     async def end_session(self, request: Request) -> None:
         """End the request's session: no copy of its cookie opens a page any more."""
-        await self._sessions.end(request.cookies.get(COOKIE, ""))
+        await self.sessions.end(request.cookies.get(COOKIE, ""))
 
 
 def _digest(key: str) -> bytes:
@@ -241,20 +293,13 @@ def client_of(request: Request) -> str:
     return request.client.host if request.client is not None else ""
 
 
-class Operator(NamedTuple):
-    """An operator for the audit log: the address, and `dashboard` or `api`."""
-
-    client: str
-    way: str
-
-
-def operator_of(request: Request) -> Operator:
-    """The operator who sent a request."""
-    is_api = request.scope["route"].path.startswith("/admin/api/")
-    return Operator(client_of(request), "api" if is_api else "dashboard")
+def principal_of(request: Request) -> Principal:
+    """Who sent a request that the guard has let in."""
+    principal: Principal = request.state.principal
+    return principal
 
 
-Acting = Annotated[Operator, Depends(operator_of)]
+Acting = Annotated[Principal, Depends(principal_of)]
 
 
 def check_same_site(request: Request) -> None:

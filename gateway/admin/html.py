@@ -19,7 +19,8 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
 
 from gateway.admin import format as fmt
-from gateway.admin.guard import Guard, as_api_error, check_same_site
+from gateway.admin.guard import Guard, Principal, as_api_error, check_same_site
+from gateway.admin.roles import OF, TeamNotNamed, allow, may
 from gateway.loggers import get_logger
 from gateway.wire.errors import Unauthenticated
 
@@ -46,6 +47,7 @@ class Pages:
     def __init__(self, clock: Callable[[], float], version: str) -> None:
         self._clock = clock
         self._version = version
+        self.forms: list[tuple[re.Pattern[str], str]] = []  # the paths that take them, with the route's name
         self.templates = jinja2.Environment(
             loader=jinja2.FileSystemLoader(_FOLDER / "templates"),
             autoescape=True,
@@ -61,7 +63,8 @@ class Pages:
         self.templates.filters["words"] = lambda text: str(text).replace("_", " ").replace("-", " ")
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
-        """Render a page with the values of its template."""
+        """Render a page with the values of its template, without the forms that its reader may not send."""
+        principal: Principal | None = getattr(request.state, "principal", None)
         text = self.templates.get_template(template).render(
             values,
             path=request.url.path,
@@ -70,28 +73,54 @@ class Pages:
             base_url=str(request.base_url).rstrip("/"),
             version=self._version,
             now_s=self._clock(),
+            nav=[(path, words) for path, words, name in _PAGES if principal is not None and may(principal, name)],
+            actor=principal.actor if principal is not None else "",
         )
+        if principal is not None and not principal.is_admin:
+            text = _FORM.sub(lambda form: form[0] if self._may_send(principal, form[1]) else "", text)
+            text = _EMPTY.sub("", _EMPTY.sub("", text))  # what had no more than forms
         if below := request.scope.get("root_path"):  # values are escaped, so these are the templates' own
             text = _LINK.sub(rf"\g<0>{below}", text)
         return HTMLResponse(text, status, headers=_HEADERS)
+
+    def _may_send(self, principal: Principal, path: str) -> bool:
+        return any(may(principal, names) for route, names in self.forms if route.fullmatch(path))
 
 
 def page_route(pages: Pages, guard: Guard) -> type[APIRoute]:
     """The route class of the dashboard.
 
-    It needs a session, refuses changes from other sites, and shows errors as pages.
+    It needs a session of someone whose roles allow it, refuses changes from other sites, and shows errors as
+    pages. The route's name says what it does and shows, as in the table of roles.
     """
 
     class PageRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
+            is_door = self.path in DOORS
+            if not is_door and (unknown := set(self.name.split()) - OF.keys()):
+                raise LookupError(f"no row of the table of roles has {', '.join(sorted(unknown))}")
+            if "POST" in (self.methods or ()):
+                pages.forms.append((self.path_regex, "" if is_door else self.name))
 
             async def guarded(request: Request) -> Response:
                 try:
                     check_same_site(request)
-                    if self.path != LOGIN and not await guard.has_session(request):
-                        return to_login(request)
+                    if not is_door:
+                        principal = await guard.enter(request)
+                        if principal is None:
+                            return to_login(request)
+                        if self.path == "/admin" and not may(principal, self.name):
+                            own = [path for path, _, name in _PAGES if may(principal, name)]
+                            if own:
+                                return RedirectResponse(own[0], 303)
+                        await allow(request, principal, self.name)
                     return await handle(request)
+                except TeamNotNamed as error:
+                    is_list = request.method == "GET" and "{team_id}" not in self.path
+                    if is_list and error.teams and "team_id" not in request.query_params:
+                        return RedirectResponse("?" + with_query(request, {"team_id": str(min(error.teams))}), 303)
+                    return pages.render(request, "error.html", error.http_status, error=error)
                 except Exception as error:
                     refusal = as_api_error(error)
                     if refusal is None:
@@ -106,6 +135,28 @@ def page_route(pages: Pages, guard: Guard) -> type[APIRoute]:
 
 
 LOGIN = "/admin/login"
+SIGN_IN = "/admin/sign-in"
+DOORS = (LOGIN, "/admin/logout", SIGN_IN, SIGN_IN + "/callback")
+"""The pages that open without a session."""
+_PAGES = (
+    ("/admin", "Overview", "overview"),
+    ("/admin/me", "My keys", "me"),
+    ("/admin/requests", "Requests", "requests"),
+    ("/admin/teams", "Teams", "teams"),
+    ("/admin/savings", "Savings", "savings"),
+    ("/admin/cache", "Cache", "cache"),
+    ("/admin/deployments", "Deployments", "deployments"),
+    ("/admin/models", "Models", "models"),
+    ("/admin/batches", "Batches", "batches"),
+    ("/admin/ledger", "Ledger", "ledger"),
+    ("/admin/audit", "Audit", "audit"),
+    ("/admin/sessions", "Sessions", "sessions"),
+    ("/admin/playground", "Playground", "playground"),
+)
+_FORM = re.compile(r'<form[^>]* method="post" action="([^"#?]*)[^"]*".*?</form>', re.DOTALL)
+_EMPTY = re.compile(
+    r"<details[^>]*>\s*<summary>[^<]*</summary>\s*</details>|<section[^>]*>\s*<h2>[^<]*</h2>\s*</section>"
+)
 
 
 def to_login(request: Request) -> Response:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from gateway.admin import models
+from gateway.admin.guard import Acting
 from gateway.admin.parts import WorkerParts
 from gateway.journey.record import Record
 
@@ -48,7 +49,7 @@ CAUSE_OF = {reason: cause for cause, reasons in _REASONS.items() for reason in r
 """The cause of each reason of a miss; a new reason needs a word in the table above."""
 
 
-async def cache_misses(parts: WorkerParts) -> models.MissesOut:
+async def cache_misses(parts: WorkerParts, operator: Acting) -> models.MissesOut:
     """Why the latest prompts did not hit: the share of each cause of each model's misses, what those cost that were asked
     again, an example, what to do. What would save most comes first."""
     page = await parts.stats.routes(_is_miss, limit=_LATEST)
@@ -70,6 +71,7 @@ async def cache_misses(parts: WorkerParts) -> models.MissesOut:
             repeated[pair] += record.money.cost_microusd
         elif record.cache.prompt_id:
             known.add(prompt)
+    is_shown = any(one.cache.nearest for one in examples.values()) and await parts.shows_texts(operator, "misses")
     rows = [
         models.MissCauseOut(
             model=alias,
@@ -79,7 +81,7 @@ async def cache_misses(parts: WorkerParts) -> models.MissesOut:
             repeats=repeats[alias, cause],
             repeats_microusd=repeated[alias, cause],
             advice=CAUSES[cause],
-            example=_example(examples[alias, cause]),
+            example=_example(examples[alias, cause], is_shown=is_shown),
         )
         for (alias, cause), count in counts.items()
     ]
@@ -92,6 +94,7 @@ def _is_miss(record: Record) -> bool:
     return is_miss and bool(record.request.alias) and record.ended.status < 400
 
 
-def _example(record: Record) -> models.MissExampleOut:
+def _example(record: Record, *, is_shown: bool) -> models.MissExampleOut:
     request, cache = record.request, record.cache
-    return models.MissExampleOut.of(request, cache, request_id=request.id, reason=cache.miss_reason)
+    nearest = cache.nearest if is_shown else ""
+    return models.MissExampleOut.of(request, cache, request_id=request.id, reason=cache.miss_reason, nearest=nearest)

@@ -217,12 +217,52 @@ class BudgetRaiseIn(_In):
     until_s: float = Field(ge=0, le=1e11, description="unix seconds")
 
 
-_KEY = (
-    "id team_id name prefix is_active created_at_s expires_at_s last_used_at_s requests_per_min tokens_per_min models"
-)
+_KEY = "id team_id name prefix is_active created_at_s expires_at_s last_used_at_s requests_per_min tokens_per_min models owner"
 KeyOut = Annotated[Key, _Flat("KeyOut", only=_KEY)]
 _NEW_KEY = "A key just made. The plaintext is shown this once and kept nowhere."
 NewKeyOut = Annotated[NewKey, _Flat("NewKeyOut", _NEW_KEY, key=KeyOut)]
+
+
+class OwnKeyOut(_Out):
+    """A key of the caller's own, with what it spent in the last 30 days."""
+
+    id: int
+    team_id: int
+    team: str
+    name: str
+    prefix: str
+    is_active: bool
+    expires_at_s: float | None
+    last_used_at_s: float | None
+    requests: int
+    cost_microusd: int
+
+
+class MeOut(_Out):
+    """Who the caller is: the roles with the names of their teams, those teams by id, and the caller's own keys."""
+
+    actor: str
+    roles: dict[str, list[str]]
+    teams: dict[int, str]
+    keys: list[OwnKeyOut]
+
+
+SessionId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+class SessionOut(_Out):
+    """A session of the dashboard."""
+
+    id: str
+    actor: str
+    client: str
+    groups: tuple[str, ...]
+    created_at_s: float
+    expires_at_s: float
+
+
+class SessionsOut(_Out):
+    sessions: list[SessionOut]
 
 
 class BudgetTerms(_Out):

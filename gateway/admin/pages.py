@@ -21,12 +21,15 @@ from gateway.admin.charts import (
     ttft_chart,
     waterfall,
 )
-from gateway.admin.forms import Render, add_forms, add_session_forms
+from gateway.admin.forms import Render, add_forms
+from gateway.admin.guard import principal_of
 from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut
 from gateway.admin.parts import AdminParts
-from gateway.admin.queries import GROUPS, CacheKind, RouteFilter, RouteOutcome
-from gateway.settings import NEAR_SIMILARITY_MIN, is_pattern
+from gateway.admin.queries import GROUPS, CacheKind, RouteFilter, RouteOutcome, id_of
+from gateway.admin.roles import may
+from gateway.admin.sign_in import add_doors, end_sessions
+from gateway.settings import NEAR_SIMILARITY_MIN, Role, is_pattern
 from gateway.telemetry.summary import StatsWindow
 from gateway.wire.errors import NotFound
 
@@ -46,13 +49,17 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
     _add_history(router, parts, pages)
     renders = _add_overview(router, parts, pages) | _add_teams(router, parts, pages) | _add_cache(router, parts, pages)
     add_forms(router, parts, renders)
-    add_session_forms(router, parts.guard, pages)
+    add_doors(router, parts, pages)
 
     files = APIRouter(include_in_schema=False)
 
     @files.get("/admin/static/{name}")
     async def static(name: str) -> Response:
         return static_file(name) or Response(status_code=404)
+
+    @files.post("/admin/sign-in/logout")
+    async def logout_of_provider(request: Request) -> Response:
+        return await end_sessions(parts, request)
 
     @files.get("/favicon.ico")
     async def favicon() -> Response:
@@ -77,7 +84,7 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
             team_id=teams[0].id if teams else None,
             deployments=parts.deployments(),
             charts=charts_of(page.stats),
-            verifier=await views.or_none(verifier_views.cache_verifier(parts)),
+            verifier=await views.or_none(verifier_views.cache_verifier(parts, principal_of(request))),
         )
 
     async def render_deployments(request: Request, status: int = 200, **form: Any) -> Response:
@@ -133,7 +140,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             "requests.html",
             **shown,
             is_filtered=where != RouteFilter(),
-            choices=await views.route_choices(parts),
+            choices=await views.route_choices(parts, _among(request, where.team_id)),
             models=parts.settings.names,
         )
 
@@ -156,7 +163,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             model=model,
             days=days,
             spans=_SPANS,
-            choices=await views.ledger_choices(parts),
+            choices=await views.ledger_choices(parts, _among(request, team_id)),
         )
 
     @router.get("/ledger")
@@ -186,7 +193,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             is_filtered=where != LedgerFilter(),
             requests=sum(total.requests for total in totals),
             cost_microusd=sum(total.cost_microusd for total in totals),
-            choices=await views.ledger_choices(parts),
+            choices=await views.ledger_choices(parts, _among(request, where.team_id)),
         )
 
 
@@ -194,7 +201,7 @@ async def _shown_routes(
     parts: AdminParts, request: Request, where: RouteFilter, cursor: str, after: str
 ) -> dict[str, Any]:
     """The values of the list of requests."""
-    page = await views.routes(parts, where, cursor, after, _ROUTES_PER_PAGE)
+    page = await views.routes(parts, principal_of(request), where, cursor, after, _ROUTES_PER_PAGE)
     return {
         "routes": page["routes"],
         "newest": page["newest"],
@@ -220,10 +227,17 @@ def _route_filter(request: Request) -> RouteFilter:
     )
 
 
+def _among(request: Request, team_id: int | None) -> set[int] | None:
+    """The teams whose names the filters of a page offer; None: all."""
+    principal = principal_of(request)
+    if team_id is None or may(principal, "list_teams"):
+        return None
+    return {team_id, *principal.roles.get(Role.TEAM_ADMIN, ())}
+
+
 def _team_id(request: Request) -> int | None:
     """The team in the query; None where no id can be like that."""
-    text = request.query_params.get("team_id", "")
-    return int(text) if text.isdecimal() and len(text) < 10 else None
+    return id_of(request.query_params.get("team_id"))
 
 
 def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
@@ -266,7 +280,7 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
             **form,
         )
 
-    @router.get("/teams")
+    @router.get("/teams", name="teams")
     async def teams_page(
         request: Request,
         name: Annotated[str, Query(max_length=200)] = "",
@@ -286,19 +300,20 @@ def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
 def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
     async def render_cache(request: Request, status: int = 200, **form: Any) -> Response:
         sizes = await cache_views.cache(parts)
-        near_misses = await views.near_misses(parts, RouteFilter(), limit=10)
+        reader = principal_of(request)
+        near_misses = await views.near_misses(parts, reader, RouteFilter(), limit=10)
         stats = await views.or_none(views.stats(parts, StatsWindow.DAY))
-        latest = await views.routes(parts, RouteFilter(cache="semantic"), limit=_LATEST)
+        latest = await views.routes(parts, reader, RouteFilter(cache="semantic"), limit=_LATEST)
         return pages.render(
             request,
             "cache.html",
             status,
             cache=sizes,
             near=near_misses["routes"],
-            verifier=await verifier_views.cache_verifier(parts),
-            causes=(await misses.cache_misses(parts)).causes,
+            verifier=await verifier_views.cache_verifier(parts, reader),
+            causes=(await misses.cache_misses(parts, reader)).causes,
             latest=latest["routes"],
-            wrong=(await cache_views.wrong(parts))["wrong"],
+            wrong=(await cache_views.wrong(parts, reader))["wrong"],
             certificates=(await cache_views.certificate(parts))["certificates"],
             stats=stats,
             charts=charts_of(stats),
@@ -322,7 +337,7 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
         configured = await configuration.list_models(parts)
         return pages.render(request, "models.html", status, configured=configured, **form)
 
-    @router.get("/models")
+    @router.get("/models", name="models")
     async def models_page(request: Request) -> Response:
         return await render_models(request)
 
@@ -336,4 +351,17 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
         page = await cache_views.audit(parts, cursor, _AUDIT_PER_PAGE)
         return pages.render(request, "audit.html", rows=page["rows"], older=page["cursor"])
 
-    return {"cache": render_cache, "answer": render_answer, "models": render_models}
+    async def render_me(request: Request, status: int = 200, **form: Any) -> Response:
+        mine = await teams.me(parts, principal_of(request))
+        return pages.render(request, "me.html", status, me=mine, models=parts.settings.names, **form)
+
+    @router.get("/me")
+    async def me(request: Request) -> Response:
+        return await render_me(request)
+
+    @router.get("/sessions")
+    async def sessions(request: Request) -> Response:
+        listed = await teams.list_sessions(parts)
+        return pages.render(request, "sessions.html", sessions=listed.sessions)
+
+    return {"cache": render_cache, "answer": render_answer, "models": render_models, "me": render_me}

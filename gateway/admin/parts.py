@@ -14,7 +14,7 @@ from fastapi import Depends, Request
 
 from cache import Partition, Purge
 from gateway.accounts import partition_of
-from gateway.accounts.audit import AuditRow
+from gateway.accounts.audit import TEXTS_SHOWN, AuditRow
 
 if TYPE_CHECKING:
     from cache import ExactCache, SemanticClient
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gateway.accounts.audit import Audit
     from gateway.accounts.ledger import Ledger
     from gateway.accounts.stored_responses import ResponseStore
-    from gateway.admin.guard import Guard, Operator
+    from gateway.admin.guard import Guard, Principal
     from gateway.admin.models import DeploymentOut
     from gateway.batches.batches import Batches
     from gateway.deployments.fleet import Fleet
@@ -73,11 +73,27 @@ class AdminParts:
     started_at_s: float = field(default_factory=time.time)
 
     def audit_row(
-        self, action: str, entry: str, operator: Operator, team_id: int = 0, request_id: str = ""
+        self, action: str, entry: str, operator: Principal, team_id: int = 0, request_id: str = ""
     ) -> AuditRow:
         """A row of the audit log, as of now."""
-        at_ms, who = int(self.clock() * 1000), operator._asdict()
-        return AuditRow(at_ms=at_ms, action=action, team_id=team_id, request_id=request_id, entry=entry, **who)
+        return AuditRow(
+            at_ms=int(self.clock() * 1000),
+            action=action,
+            team_id=team_id,
+            request_id=request_id,
+            entry=entry,
+            actor=operator.actor,
+            client=operator.client,
+            way=operator.way,
+        )
+
+    async def shows_texts(self, operator: Principal, what: str) -> bool:
+        """Whether the operator may read texts of requests; if so, the audit log has it, once in ten minutes
+        for each list `what`.
+        """
+        if operator.is_admin:  # first: what cannot be audited is not shown
+            await self.audit.add_seldom(self.audit_row(TEXTS_SHOWN, what, operator))
+        return operator.is_admin
 
     async def entries_of(self, conditions: Mapping[str, Any]) -> Purge:
         """Which entries meet the conditions of a body; those that are None say nothing. Raises DoesNotExist."""

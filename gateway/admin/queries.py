@@ -21,6 +21,13 @@ def _digits(text: Any) -> Any:
     return text
 
 
+def id_of(value: Any) -> int | None:
+    """The id that a request names, as a number or in digits; None where no id can be like that."""
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 11:
+        value = int(value)
+    return value if type(value) is int and 0 <= value < 2**31 else None
+
+
 GROUPS = {
     "team": Group.TEAM, "key": Group.KEY, "user": Group.USER, "model": Group.ALIAS, "deployment": Group.DEPLOYMENT,
     "tag": Group.TAG, "region": Group.REGION, "session": Group.SESSION, "day": Group.DAY,

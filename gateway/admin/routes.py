@@ -1,6 +1,7 @@
 """The admin API: /admin/api. The dashboard shows the same values.
 
-Each route needs the admin key (or the dashboard's session) and answers errors in OpenAI's shape.
+Each route needs the admin key or a session of the dashboard, and a role that may do its operation; it
+answers errors in OpenAI's shape.
 `admin_routes` makes the whole admin plane, pages included. The operations are in the modules beside
 this one. Read `views.py` next.
 """
@@ -12,7 +13,7 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import APIKeyCookie, HTTPBearer
 from starlette.routing import BaseRoute
@@ -31,16 +32,18 @@ from gateway.admin import (
     verifier_views,
     views,
 )
-from gateway.admin.guard import COOKIE, ApiRoute, check_query
+from gateway.admin.guard import COOKIE, NEEDS, ApiRoute, Endpoint, check_query
 from gateway.admin.pages import page_routes
 from gateway.admin.parts import AdminParts, WorkerParts
 from gateway.admin.queries import LedgerRows
+from gateway.admin.roles import OF, allow
+from gateway.wire.errors import Unauthenticated
 
 PARQUET = "application/vnd.apache.parquet"
 _WRONG: dict[int | str, str] = {
     400: "The request is not valid",
     401: "The admin key is missing or wrong",
-    403: "Another site's page asked for a change",
+    403: "The caller's roles do not allow it, or another site's page asked for a change",
     429: "Wrong keys came from this address, and the key was not read",
     "4XX": "There is no such thing (404), the change contradicts the state (409) or is too long (413)",
     503: "Redis or the database does not answer",
@@ -58,16 +61,29 @@ def admin_routes(parts: AdminParts) -> list[BaseRoute]:
 
     A list, as a router that is included builds each of its routes once more.
     """
+
+    async def enter(request: Request) -> None:
+        principal = await parts.guard.enter(request)
+        if principal is None:
+            raise Unauthenticated(NEEDS[Endpoint.ADMIN_API])
+        await allow(request, principal, request.scope["route"].name)
+
     api = APIRouter(
         prefix="/admin/api",
         tags=["admin"],
         route_class=ApiRoute,
-        dependencies=[*(Depends(scheme) for scheme in _SECURITY), Depends(parts.guard.check_api), Depends(check_query)],
+        dependencies=[*(Depends(scheme) for scheme in _SECURITY), Depends(enter), Depends(check_query)],
         responses=_ERRORS,
     )
     _add_accounts(api)
     _add_history(api)
     _add_machine(api)
+    api.get("/me")(teams.me)
+    api.get("/sessions")(teams.list_sessions)
+    api.delete("/sessions/{session_id}", status_code=204, response_class=Response)(teams.end_session)
+    unknown = {route.name for route in api.routes if isinstance(route, ApiRoute)} - OF.keys()
+    if unknown:
+        raise LookupError(f"no row of the table of roles has {', '.join(sorted(unknown))}")
     return [*api.routes, *page_routes(parts)]
 
 

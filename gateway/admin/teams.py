@@ -6,10 +6,14 @@ The docstrings of operations are descriptions in the OpenAPI document. No HTML.
 from collections import defaultdict
 from collections.abc import Sequence
 
-from gateway.accounts import Key, Team
+from gateway.accounts import DoesNotExist, Key, Team
+from gateway.accounts.audit import KEY_CHANGED, KEY_CREATED, SESSION_ENDED, TEAM_CHANGED, TEAM_CREATED, TEAM_DELETED
+from gateway.accounts.ledger import Group, LedgerFilter
 from gateway.admin import budgets, models
+from gateway.admin.guard import Acting
 from gateway.admin.parts import WorkerParts
 from gateway.admin.queries import Id
+from gateway.settings import Role
 
 
 async def list_teams(parts: WorkerParts) -> models.TeamsOut:
@@ -17,12 +21,13 @@ async def list_teams(parts: WorkerParts) -> models.TeamsOut:
     return {"teams": await teams(parts), "holds": budgets.holds(parts)}
 
 
-async def create_team(parts: WorkerParts, body: models.NewTeamIn) -> models.TeamOut:
+async def create_team(parts: WorkerParts, body: models.NewTeamIn, operator: Acting) -> models.TeamOut:
     """A new team, also with its first budget. 409 where the name is taken."""
     fields = body.given()
     if body.budget is not None:
         fields["budget"] = budgets.fields_of(body.budget)
-    return await get_team(parts, (await parts.accounts.create_team(**fields)).id)
+    row = parts.audit_row(TEAM_CREATED, "", operator)
+    return await get_team(parts, (await parts.accounts.create_team(**fields, row=row)).id)
 
 
 async def get_team(parts: WorkerParts, team_id: Id) -> models.TeamOut:
@@ -34,15 +39,15 @@ async def get_team(parts: WorkerParts, team_id: Id) -> models.TeamOut:
     return team.model_copy(update={"stored": stored})
 
 
-async def update_team(parts: WorkerParts, team_id: Id, body: models.TeamPatch) -> models.TeamOut:
+async def update_team(parts: WorkerParts, team_id: Id, body: models.TeamPatch, operator: Acting) -> models.TeamOut:
     """Changes the fields that are sent. An inactive team's keys stop working."""
-    await parts.accounts.update_team(team_id, **body.given())
+    await parts.accounts.update_team(team_id, **body.given(), row=parts.audit_row(TEAM_CHANGED, "", operator))
     return await get_team(parts, team_id)
 
 
-async def delete_team(parts: WorkerParts, team_id: Id) -> None:
+async def delete_team(parts: WorkerParts, team_id: Id, operator: Acting) -> None:
     """Deletes a team with its keys and budgets; its ledger rows stay."""
-    await parts.accounts.delete_team(team_id)
+    await parts.accounts.delete_team(team_id, parts.audit_row(TEAM_DELETED, "", operator))
 
 
 async def teams(parts: WorkerParts, name: str = "", after: int = 0, limit: int | None = None) -> list[models.TeamOut]:
@@ -75,17 +80,58 @@ async def list_keys_of_team(parts: WorkerParts, team_id: Id) -> models.KeysOut:
     return {"keys": (await get_team(parts, team_id)).keys}
 
 
-async def create_key(parts: WorkerParts, team_id: Id, body: models.KeyIn) -> models.NewKeyOut:
-    """A new key. The answer is the only place where its plaintext is ever shown."""
-    fields = body.given()
-    return await parts.accounts.create_key(team_id, fields.pop("name"), **fields)
+async def create_key(parts: WorkerParts, team_id: Id, body: models.KeyIn, operator: Acting) -> models.NewKeyOut:
+    """A new key; a member's is the member's own. The answer is the only place where its plaintext is ever shown."""
+    fields, is_own = body.given(), not operator.is_admin and team_id not in operator.roles.get(Role.TEAM_ADMIN, ())
+    row = parts.audit_row(KEY_CREATED, "", operator)
+    owner = operator.actor if is_own else ""
+    return await parts.accounts.create_key(team_id, fields.pop("name"), **fields, owner=owner, row=row)
 
 
-async def update_key(parts: WorkerParts, key_id: Id, body: models.KeyPatch) -> models.KeyOut:
+async def update_key(parts: WorkerParts, key_id: Id, body: models.KeyPatch, operator: Acting) -> models.KeyOut:
     """Changes the fields that are sent."""
-    return await parts.accounts.update_key(key_id, **body.given())
+    return await parts.accounts.update_key(key_id, **body.given(), row=parts.audit_row(KEY_CHANGED, "", operator))
 
 
-async def revoke_key(parts: WorkerParts, key_id: Id) -> models.KeyOut:
+async def revoke_key(parts: WorkerParts, key_id: Id, operator: Acting) -> models.KeyOut:
     """The key stops working at once; its row stays for the ledger's sake."""
-    return await parts.accounts.revoke_key(key_id)
+    return await parts.accounts.revoke_key(key_id, parts.audit_row(KEY_CHANGED, "", operator))
+
+
+async def me(parts: WorkerParts, operator: Acting) -> models.MeOut:
+    """Who the caller is, the roles and their teams, and the caller's own keys with what each spent in 30 days."""
+    teams = {team.id: team.name for team in await parts.accounts.list_teams()}
+    ids = sorted(frozenset().union(*operator.roles.values()) & teams.keys())
+    keys = []
+    for team_id in ids:
+        since = LedgerFilter(team_id=team_id, from_ms=int((parts.clock() - _MONTH_S) * 1000))
+        sums = {total.key_id: total for total in await parts.ledger.totals([Group.KEY], since)}
+        for key in await parts.accounts.list_keys(team_id):
+            if key.owner and key.owner == operator.actor:
+                total = sums.get(key.id)
+                cost, requests = (total.cost_microusd, total.requests) if total is not None else (0, 0)
+                keys.append(models.OwnKeyOut.of(key, team=teams[team_id], cost_microusd=cost, requests=requests))
+    roles = {role.value: sorted(teams[id] for id in ids if id in of) for role, of in operator.roles.items()}
+    return models.MeOut(actor=operator.actor, roles=roles, teams={id: teams[id] for id in ids}, keys=keys)
+
+
+_MONTH_S = 30 * 86_400
+
+
+# -- sessions
+
+
+async def list_sessions(parts: WorkerParts) -> models.SessionsOut:
+    """Who is signed in at the dashboard, the latest first."""
+    sessions = await parts.guard.sessions.open_ones(parts.guard.marks)
+    return models.SessionsOut(sessions=[models.SessionOut.of(session, id=session.id) for session in sessions])
+
+
+async def end_session(parts: WorkerParts, session_id: models.SessionId, operator: Acting) -> None:
+    """Ends a session: its cookie opens nothing any more. It is in the audit log."""
+    for session in await parts.guard.sessions.open_ones(parts.guard.marks):
+        if session.id == session_id:
+            await parts.audit.add(parts.audit_row(SESSION_ENDED, f"{session.actor}, {session.client}", operator))
+            await parts.guard.sessions.end_all(parts.guard.marks, digest=session.digest)
+            return
+    raise DoesNotExist(f"there is no session {session_id}")

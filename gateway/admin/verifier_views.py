@@ -6,6 +6,7 @@ Invariant: an example has texts only where prompts may be logged.
 """
 
 from gateway.admin import models
+from gateway.admin.guard import Acting
 from gateway.admin.parts import WorkerParts
 from gateway.deployments.verifiers import Assigned, assigned
 from gateway.journey.record import Record
@@ -17,7 +18,7 @@ _COVERED_S_MIN = 3_600  # a shorter time says little of a day
 _NONE = RequestTally()
 
 
-async def cache_verifier(parts: WorkerParts) -> models.VerifierOut:
+async def cache_verifier(parts: WorkerParts, operator: Acting) -> models.VerifierOut:
     """The verifier of each model over the last 24 h: questions, their cost, what its word saved, and what would be served
     by meaning where it only observes, with the latest examples."""
     summary = await parts.stats.query(StatsWindow.DAY)
@@ -25,9 +26,10 @@ async def cache_verifier(parts: WorkerParts) -> models.VerifierOut:
     aliases = dict.fromkeys([*parts.settings.models, *sorted(summary.by_model)])
     rows = [_row(parts, alias, chosen.get(alias), summary) for alias in aliases]
     page = await parts.stats.routes(_is_example, limit=_EXAMPLES)
+    is_shown = bool(page.records) and parts.settings.log_prompts and await parts.shows_texts(operator, "verifier")
     return models.VerifierOut(
         models=[row for row in rows if row.asked_requests or row.would_hits or _is_verified(parts, row)],
-        examples=[await _example(parts, record) for record in page.records],
+        examples=[await _example(parts, record, is_shown=is_shown) for record in page.records],
     )
 
 
@@ -71,9 +73,9 @@ def _is_example(record: Record) -> bool:
     return record.verifier.would_serve != "" and record.request.team_id != 0
 
 
-async def _example(parts: WorkerParts, record: Record) -> models.VerifierExampleOut:
+async def _example(parts: WorkerParts, record: Record, *, is_shown: bool) -> models.VerifierExampleOut:
     facts, made_for = record.verifier, ""
-    if parts.settings.log_prompts:
+    if is_shown:
         partition = parts.partition_of(record.request.team_id)
         about = await parts.exact.lookup_about(partition, bytes.fromhex(facts.would_serve))
         made_for = (about.text if about is not None else None) or ""
@@ -84,6 +86,6 @@ async def _example(parts: WorkerParts, record: Record) -> models.VerifierExample
         request_id=record.request.id,
         model=record.request.alias,
         verdict=facts.verdict or "certain",
-        question=record.cache.question if parts.settings.log_prompts else "",
+        question=record.cache.question if is_shown else "",
         made_for=made_for,
     )

@@ -6,7 +6,7 @@ where they are the whole answer, the function raises.
 """
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
@@ -19,6 +19,7 @@ from gateway.accounts import Team
 from gateway.accounts.ledger import Group, flat_row
 from gateway.accounts.rollups import OTHER
 from gateway.admin import budgets, models
+from gateway.admin.guard import Acting
 from gateway.admin.parts import WorkerParts
 from gateway.admin.problems import problems
 from gateway.admin.queries import (
@@ -126,20 +127,26 @@ async def or_none(reading: Awaitable[_T]) -> _T | None:
 
 
 async def routes(
-    parts: WorkerParts, where: Routes, cursor: RoutesCursor = "", after: RoutesAfter = "", limit: Limit = 50
+    parts: WorkerParts,
+    operator: Acting,
+    where: Routes,
+    cursor: RoutesCursor = "",
+    after: RoutesAfter = "",
+    limit: Limit = 50,
 ) -> models.RoutesOut:
     """The latest requests, newest first, each with the winner, why, each rejection and each attempt."""
     _check_cursor(cursor)
     _check_cursor(after, "after")
-    return _routes(await parts.stats.routes(where.matches, before=cursor, after=after, limit=limit))
+    page = await parts.stats.routes(where.matches, before=cursor, after=after, limit=limit)
+    return await _routes(parts, operator, page)
 
 
 async def near_misses(
-    parts: WorkerParts, where: Routes, cursor: RoutesCursor = "", limit: Limit = 50
+    parts: WorkerParts, operator: Acting, where: Routes, cursor: RoutesCursor = "", limit: Limit = 50
 ) -> models.RoutesOut:
     """The latest requests that came close to a cached answer (similarity 0.6 or more) and did not get it, with the reason."""
     _check_cursor(cursor)
-    return _routes(await parts.stats.near_misses(where.matches, before=cursor, limit=limit))
+    return await _routes(parts, operator, await parts.stats.near_misses(where.matches, before=cursor, limit=limit))
 
 
 def _check_cursor(cursor: str, name: str = "cursor") -> None:
@@ -150,12 +157,15 @@ def _check_cursor(cursor: str, name: str = "cursor") -> None:
 _DEFAULTS = {name: field.default for name, field in FIELDS.items() if field.default is not msgspec.NODEFAULT}
 
 
-def _routes(page: Page) -> models.RoutesOut:
-    """The records, each with its kind."""
+async def _routes(parts: WorkerParts, operator: Acting, page: Page) -> models.RoutesOut:
+    """The records, each with its kind; with their texts for who may read them."""
+    texts = any(record.cache.nearest for record in page.records)
+    hidden = {} if texts and await parts.shows_texts(operator, "requests") else {"nearest": ""}
     routes = [
         {
             **_DEFAULTS,
             **flat(record),
+            **hidden,
             "kind": kind_of(record.cache.source, record.ended.status, record.ended.error),
             "stages": msgspec.to_builtins(stages_of(record)),
         }
@@ -237,10 +247,16 @@ class Choices:
 
 
 async def _choices(
-    parts: WorkerParts, teams: Mapping[int, str], aliases: Iterable[str], deployments: Iterable[str]
+    parts: WorkerParts,
+    teams: Mapping[int, str],
+    aliases: Iterable[str],
+    deployments: Iterable[str],
+    among: Collection[int] | None = None,
 ) -> Choices:
-    """The current names, and those of the past in `teams`, `aliases` and `deployments`."""
-    current = {team.id: team.name for team in await parts.accounts.list_teams()}
+    """The current names, and those of the past in `teams`, `aliases` and `deployments`; with `among`, the names of
+    these teams alone.
+    """
+    current = {team.id: team.name for team in await parts.accounts.list_teams() if among is None or team.id in among}
     gone = {id: f"{name or f'team {id}'} (deleted)" for id, name in sorted(teams.items()) if id not in current}
     return Choices(
         teams=current | {id: label for id, label in gone.items() if id},
@@ -254,25 +270,28 @@ def _with_retired(current: Iterable[str], seen: Iterable[str]) -> dict[str, str]
     return labels | {name: f"{name} (retired)" for name in sorted(set(seen)) if name and name not in labels}
 
 
-async def ledger_choices(parts: WorkerParts) -> Choices:
-    """What rows of the ledger can be filtered by."""
+async def ledger_choices(parts: WorkerParts, among: Collection[int] | None = None) -> Choices:
+    """What rows of the ledger, or those of the teams `among`, can be filtered by."""
     totals = await parts.ledger.totals([Group.TEAM, Group.ALIAS, Group.DEPLOYMENT])
+    totals = tuple([total for total in totals if among is None or total.team_id in among])
     aliases, deployments = {total.alias or "" for total in totals}, {total.deployment or "" for total in totals}
-    return await _choices(parts, {total.team_id or 0: "" for total in totals}, aliases, deployments)
+    return await _choices(parts, {total.team_id or 0: "" for total in totals}, aliases, deployments, among)
 
 
-async def route_choices(parts: WorkerParts) -> Choices:
-    """What the latest requests can be filtered by. Raises RedisError."""
+async def route_choices(parts: WorkerParts, among: Collection[int] | None = None) -> Choices:
+    """What the latest requests, or those of the teams `among`, can be filtered by. Raises RedisError."""
     teams, aliases, deployments = dict[int, str](), set[str](), set[str]()
 
     def note(record: Record) -> bool:
+        if among is not None and record.request.team_id not in among:
+            return False
         teams.setdefault(record.request.team_id, record.request.team)
         aliases.add(record.request.alias)
         deployments.update([attempt.name for attempt in record.answer.attempts])
         return False
 
     await parts.stats.routes(note)
-    return await _choices(parts, teams, aliases, deployments)
+    return await _choices(parts, teams, aliases, deployments, among)
 
 
 # -- the machine

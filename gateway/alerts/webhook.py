@@ -6,14 +6,12 @@ redirects are not followed; every delivery ends within `timeout_s`; no error nam
 query, which may hold a token.
 """
 
-import asyncio
 import base64
 import hashlib
 import hmac
-from urllib.parse import urlsplit
 
-from gateway.transport.http_client import Exchange, TransportError
-from gateway.transport.http_pool import Origin, Pool, proxy_authorization, proxy_of
+from gateway.transport.fetch import Fetcher
+from gateway.transport.http_client import TransportError
 from policies.durations import duration_s
 
 _TIMEOUT_S = 10.0
@@ -32,61 +30,35 @@ class Webhook:
     """Posts alerts to `url`, signed with `secret`. A delivery takes at most `timeout_s`."""
 
     def __init__(self, url: str, secret: str, timeout_s: float = _TIMEOUT_S) -> None:
-        parts = urlsplit(url)
-        host, is_tls = parts.hostname or "", parts.scheme == "https"
-        self._origin = Origin(host, parts.port or (443 if is_tls else 80), is_tls, proxy_of(parts.scheme, host))
-        self._target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        self._url = url
         self._key = key_of(secret)
         self._timeout_s = timeout_s
-        self._pool: Pool | None = None
+        self._fetcher = Fetcher(timeout_s)
 
     async def deliver(self, message_id: str, at_s: float, body: bytes) -> None:
         """POST `body`, JSON, signed for the moment `at_s`, unix seconds.
 
         Any 2xx is a delivery. Raises DeliveryFailed.
         """
-        if self._pool is None:  # in a thread: it reads the machine's certificates
-            self._pool = await asyncio.to_thread(Pool, self._origin, self._timeout_s, 1)
-        exchange = Exchange(self._head(message_id, int(at_s), body), body)
+        fields = {
+            "Content-Type": "application/json",
+            "webhook-id": message_id,
+            "webhook-timestamp": str(int(at_s)),
+            "webhook-signature": signature(self._key, message_id, int(at_s), body),
+        }
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._pool.send(exchange)
+            status = await self._fetcher.status(self._url, fields, body)
         except TimeoutError:
             raise DeliveryFailed(f"no answer within {duration_s(self._timeout_s)}") from None
         except TransportError as error:
             raise DeliveryFailed(f"{type(error).__name__}: {error}"[:200]) from None
-        finally:
-            if exchange.status:
-                exchange.release()
-            else:
-                exchange.close()
-        if not 200 <= exchange.status < 300:
-            also = "; redirects are not followed" if 300 <= exchange.status < 400 else ""
-            raise DeliveryFailed(f"HTTP {exchange.status}{also}")
+        if not 200 <= status < 300:
+            also = "; redirects are not followed" if 300 <= status < 400 else ""
+            raise DeliveryFailed(f"HTTP {status}{also}")
 
     def aclose(self) -> None:
         """Close the connections."""
-        if self._pool is not None:
-            self._pool.aclose()
-            self._pool = None
-
-    def _head(self, message_id: str, at_s: int, body: bytes) -> bytes:
-        origin, proxy = self._origin, self._origin.proxy
-        target = f"http://{origin.authority}{self._target}" if origin.is_forwarded else self._target
-        lines = (
-            f"POST {target} HTTP/1.1",
-            f"Host: {origin.authority}",
-            "Content-Type: application/json",
-            "Accept-Encoding: identity",
-            "User-Agent: sameway",
-            f"webhook-id: {message_id}",
-            f"webhook-timestamp: {at_s}",
-            f"webhook-signature: {signature(self._key, message_id, at_s, body)}",
-            f"Content-Length: {len(body)}",
-            "",
-        )
-        head = "\r\n".join(lines).encode()
-        return head + (proxy_authorization(proxy) if proxy is not None and origin.is_forwarded else b"") + b"\r\n"
+        self._fetcher.aclose()
 
 
 def key_of(secret: str) -> bytes:

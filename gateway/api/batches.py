@@ -69,6 +69,7 @@ class BatchesEndpoint(ObjectEndpoint):
                 return (await self._batches.get(team_id, batch_id)).as_json()
 
     async def _create(self, call: Call) -> dict[str, Any]:
+        call.check_has_key()
         request: BatchRequest = convert((await self.body(call))[1], BatchRequest)
         if v1_of(request.endpoint) not in ENDPOINTS:
             raise BadRequest(

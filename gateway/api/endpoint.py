@@ -23,7 +23,7 @@ from gateway.journey.bodies import Body
 from gateway.journey.recording import record_of
 from gateway.journey.turn import Arrival, Ended, arrive, elapsed_ms_since
 from gateway.pipeline import Pipeline
-from gateway.wire.errors import BadRequest, shown
+from gateway.wire.errors import BadRequest, Forbidden, shown
 from gateway.wire.requests import decode_object
 
 _FIELDS_MAX = 50
@@ -48,6 +48,11 @@ class Call(msgspec.Struct):
     out: Headers = []
     alias: str = ""
     named_model: str = ""
+
+    def check_has_key(self) -> None:
+        """Refuse a person with a token, whose work would go on after the token's end. Raises Forbidden."""
+        if self.identity.user:
+            raise Forbidden("A batch outlives a token: make it with an API key", code="api_key_needed")
 
     @property
     def query(self) -> dict[str, str]:

@@ -81,6 +81,7 @@ class MessageBatches(InAnthropicsShape, ObjectEndpoint):
         raise NotFound(f"No message batch found with id '{shown(call.object_id)}'.", code="batch_not_found")
 
     async def _create(self, call: Call) -> dict[str, Any]:
+        call.check_has_key()
         request: MessageBatchRequest = convert((await self.body(call))[1], MessageBatchRequest)
         custom_ids = Counter(each.custom_id for each in request.requests)
         lines_max = self._files.settings.lines_max

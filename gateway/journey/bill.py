@@ -190,5 +190,5 @@ def _row(
         usage_estimated=tried.progress.usage is None,
         region=tried.deployment.settings.region,
     )
-    labels = booked_labels(turn)
+    labels = booked_labels(turn, identity)
     return msgspec.structs.replace(row, **labels) if labels else row

@@ -60,30 +60,32 @@ _HEADER_CHARS = 200
 
 def values_of(identity: Identity, alias: str, body: Mapping[str, Any], labels: Labels) -> dict[str, str]:
     """The values of a request on the axes of its team's budgets."""
-    values = {KEY: str(identity.key.id), ALIAS: alias, USER: _user(body)}
+    values = {KEY: str(identity.key.id), ALIAS: alias, USER: identity.user or _user(body)}
     axes = {budget.axis for budget in identity.budgets}
     if names := [axis for axis in axes if axis.startswith(TAG)]:
-        sent = _tags(labels)
-        values |= {name: sent.get(name.removeprefix(TAG), "") for name in names}
+        sent = _sent(labels)
+        values |= {name: _tag(sent, name.removeprefix(TAG)) for name in names}
     if SESSION in axes:
         values[SESSION] = session_of(body, labels)
     return values
 
 
-def booked_labels(turn: Turn) -> dict[str, str]:
+def booked_labels(turn: Turn, identity: Identity) -> dict[str, str]:
     """The `user`, the `session` and the `tags` of a request as its rows of the ledger have them, where
     it names any: texts of bounded length, the tags as a JSON object.
     """
     body, labels = turn.body, turn.labels
-    if turn.booked is not None or (labels is NO_LABELS and _NAMED.isdisjoint(body)):
+    if turn.booked is not None or (labels is NO_LABELS and not identity.user and _NAMED.isdisjoint(body)):
         return turn.booked or _UNNAMED
     booked = {}
-    if user := _user(body):
+    if user := identity.user or _user(body):
         booked["user"] = _kept(user)
     if session := session_of(body, labels):
         booked["session"] = session
     if labels is not NO_LABELS:
-        tags = {_kept(name): _kept(value) for name, value in islice(_tags(labels).items(), TAGS_MAX)}
+        header, metadata = sent = _sent(labels)
+        first = islice(dict.fromkeys([*islice(metadata, TAGS_MAX), *header]), TAGS_MAX)
+        tags = {_kept(name): _kept(_tag(sent, name)) for name in first}
         tags = {name: value for name, value in tags.items() if name and value}
         if tags:
             booked["tags"] = msgspec.json.encode(tags, order="deterministic").decode()
@@ -96,10 +98,10 @@ def identity_headers(
     """The headers that name a request's team, user, session or tag, by their sources. What a client
     wrote is quoted as in a URL; a header without a value is left out.
     """
-    tags = _tags(labels)
-    values = {"team": str(identity.team.id), "key": str(identity.key.id), "user": _user(body)}
+    sent = _sent(labels)
+    values = {"team": str(identity.team.id), "key": str(identity.key.id), "user": identity.user or _user(body)}
     values["session"] = session_of(body, labels) or first_turn.hex()
-    found = [(name, values.get(source) or tags.get(source.partition(":")[2], "")) for name, source in sources.items()]
+    found = [(name, values.get(source) or _tag(sent, source.partition(":")[2])) for name, source in sources.items()]
     return tuple([(name.lower(), quote(value[:_HEADER_CHARS])) for name, value in found if value])
 
 
@@ -121,15 +123,19 @@ def session_of(body: Mapping[str, Any], labels: Labels) -> str:
     """The session that a request names, as budgets, rows and headers have it: in one of
     SESSION_HEADERS, else in its tag `session_id`, else in `prompt_cache_key`. Empty without one.
     """
-    return _kept(labels.session or _tags(labels).get("session_id") or _text(body.get("prompt_cache_key")))
+    return _kept(labels.session or _tag(_sent(labels), "session_id") or _text(body.get("prompt_cache_key")))
 
 
-def _tags(labels: Labels) -> dict[str, str]:
-    """The tags of a request; those of the header come before those of the body."""
-    metadata = labels.metadata if isinstance(labels.metadata, dict) else {}
-    tags = {name: _text(value) for name, value in metadata.items() if isinstance(name, str)}
+def _sent(labels: Labels) -> tuple[dict[str, str], Mapping[str, Any]]:
+    """The tags of the header, which come first, and those of the body as sent: there may be a million."""
     named = [part.partition("=") for part in labels.header.split(",")]
-    return tags | {name.strip(): value.strip() for name, _, value in reversed(named) if name.strip()}
+    header = {name.strip(): value.strip() for name, _, value in reversed(named) if name.strip()}
+    return header, labels.metadata if isinstance(labels.metadata, dict) else {}
+
+
+def _tag(sent: tuple[dict[str, str], Mapping[str, Any]], name: str) -> str:
+    header, metadata = sent
+    return header[name] if name in header else _text(metadata.get(name))
 
 
 def _text(value: Any) -> str:

@@ -67,7 +67,7 @@ def record_of(
     looked = flight.generation.looked if flight is not None else reply.looked if reply is not None else None
     if loop := ended.error if ended.error in LOOPS else looked.loop if looked is not None else "":
         request = replace(request, loop=loop)
-    if turn is not None and (labels := booked_labels(turn)):
+    if turn is not None and identity is not None and (labels := booked_labels(turn, identity)):
         request = replace(request, **labels)
     if (trace := arrival.trace) is not None:
         request = replace(

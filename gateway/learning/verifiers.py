@@ -352,7 +352,7 @@ class Verifiers:
     # -- questions
 
     def _of(self, askable: Askable, generation: Generation, asking: Asking | None = None) -> Verifier:
-        labels = booked_labels(generation.turn)
+        labels = booked_labels(generation.turn, generation.identity)
         return self._verifier(askable, generation.identity, generation.alias.name, labels, asking)
 
     def _verifier(

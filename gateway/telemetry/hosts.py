@@ -89,9 +89,9 @@ class Hosts:
         now, fields = await self._redis.eval(_HOSTS, 1, _KEY)
         workers: dict[str, list[tuple[float, _Worker]]] = {}
         for field, value in zip(fields[::2], fields[1::2], strict=True):
-            at_s, _, state = value.partition(b" ")
-            name = field.decode("utf-8", "replace").rpartition(" ")[0]
-            workers.setdefault(name, []).append((float(now) - float(at_s), msgspec.json.decode(state, type=_Worker)))
+            if (said := _said(value)) is not None:
+                name = field.decode("utf-8", "replace").rpartition(" ")[0]
+                workers.setdefault(name, []).append((float(now) - said[0], said[1]))
         return [self._host(name, workers[name]) for name in sorted(workers)]
 
     def _host(self, name: str, workers: list[tuple[float, _Worker]]) -> Host:
@@ -107,6 +107,15 @@ class Hosts:
             silent_s=silent_s,
             is_here=name == self._here,
         )
+
+
+def _said(value: bytes) -> tuple[int, _Worker] | None:
+    """When a worker wrote, and its state; None for what is written as this version does not."""
+    at_s, _, state = value.partition(b" ")
+    try:
+        return int(at_s), msgspec.json.decode(state, type=_Worker)
+    except ValueError:
+        return None
 
 
 def config_digest(settings: Settings) -> str:

@@ -229,7 +229,9 @@ async def test_a_key_may_be_for_the_embedder_alone(world: World, browser: httpx.
 
 
 async def test_a_host_that_is_behind_shows(world: World, browser: httpx.AsyncClient, tmp_path: Path) -> None:
-    """Another version or configuration is a problem on the overview, a host that fell silent is listed, one that left is not."""
+    """Another version or configuration is a problem on the overview, a host that fell silent is listed, one that
+    left or writes otherwise is not.
+    """
     changed = world.admin.settings.model_copy(update={"data_dir": tmp_path / "b", "models": {}})
     alike = world.admin.settings.model_copy(update={"data_dir": tmp_path / "c"})
     other, third = Hosts(changed, world.redis), Hosts(alike, world.redis)
@@ -247,6 +249,7 @@ async def test_a_host_that_is_behind_shows(world: World, browser: httpx.AsyncCli
         if field.startswith(behind["name"].encode()):  # it was killed a minute ago
             at_s, _, state = value.partition(b" ")
             await world.redis.hset("sameway:hosts", field, b"%d %b" % (int(at_s) - 60, state))
+    await world.redis.hset("sameway:hosts", "later:/x 1", b'1800000000 {"version": 3}')
     assert [one.is_away for one in await world.admin.hosts.all()] == [False, True]
     assert "another configuration" not in (await browser.get("/admin/api/status")).text
 

@@ -29,6 +29,7 @@ from cache.query import Near, Neighbourhood
 from cache.verdicts import VerdictStore
 from cache.worker import WorkerState, WorkerStatus
 from cache.worker import messages as wire
+from gateway.access.provider import Provider
 from gateway.accounts import LedgerRow
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.audit import Audit
@@ -243,6 +244,7 @@ async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterato
         Sessions(accounts.database, lambda: world.now_s),
         lambda *refused: world.refused_keys.update([refused]),
         lambda: world.now_s,
+        provider=Provider(settings, lambda: world.now_s),
     )
     no_embedder: Any = None
     fleet = build_fleet(settings, lambda: NOW_S, no_embedder)

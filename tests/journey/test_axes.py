@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
+import msgspec
 import pytest
 
-from gateway.journey.turn import SESSION_HEADERS
+from gateway.accounts import Identity, Key
+from gateway.accounts import Team as Payer
+from gateway.journey.needs import booked_labels
+from gateway.journey.turn import SESSION_HEADERS, arrive, read_turn
+from gateway.wire.types import CHAT
 from tests.world import Finish, Team, Tokens, World, broken, unavailable
 
 LONG = 4_000
@@ -282,3 +288,16 @@ async def test_an_inference_gateway_hears_whose_a_request_is(world: World, team:
     assert second.keys() == {"x-fairness", "x-session"}
     assert first["x-session"] == second["x-session"]
     assert third["x-session"] == "of%20the%20client%27s"
+
+
+def test_a_million_tags_cost_no_more_than_the_first() -> None:
+    """What a client may send without limit is looked up by name: the event loop is held for a few milliseconds."""
+    tags = {"session_id": "run-1", **{str(n): [1] for n in range(300_000)}}
+    raw = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
+    turn = read_turn(raw, {"x-sameway-tags": "env=prod"}, arrive(CHAT.name), metadata=tags)
+    identity = Identity(Key(1, 1, "key", "sk-sw-", b"", 0.0), Payer(1, "team", 0.0), ())
+    begun = time.thread_time()
+    labels = booked_labels(turn, identity)
+    assert time.thread_time() - begun < 0.05
+    assert labels["session"] == "run-1"
+    assert msgspec.json.decode(labels["tags"]) == {"session_id": "run-1", **{str(n): "[1]" for n in range(15)}}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
 from gateway.wire.types import Chunk
 from tests.journey.conftest import OpenWorld
+from tests.provider import AUDIENCE, provider_of
 from tests.world import Finish, Tokens, Whole, World
 
 
@@ -198,6 +200,18 @@ async def test_users_of_a_team_can_be_kept_apart(open_a_world: OpenWorld) -> Non
     for user, kind in (("ann", "miss"), ("ben", "miss"), ("ann", "exact")):
         assert (await world.ask(user=user)).cache == kind
     assert (await world.ask(user="ann", safety_identifier="x")).cache == "exact"
+
+
+async def test_a_person_with_a_token_gets_no_answers_of_a_user_that_the_body_names(open_a_world: OpenWorld) -> None:
+    """The user of `key_fields` is the one of the token, whatever the request says."""
+    async with provider_of(time.time) as provider:
+        group = {"role": "member", "teams": ["people"]}
+        access = {"issuer": provider.issuer, "audience": AUDIENCE, "groups": {"all": group}, "algorithms": ["ES256"]}
+        world = await open_a_world(cache={"key_fields": ["user"]}, access=access)
+        await world.team("people")
+        ann, ben = (provider.token(sub=name, groups=["all"]) for name in ("ann", "ben"))
+        for token, user, kind in ((ann, "ann", "miss"), (ben, "ann", "miss"), (ben, "ben", "exact")):
+            assert (await world.ask(key=token, user=user)).cache == kind
 
 
 async def test_a_cache_that_is_off_stores_nothing_and_says_so(open_a_world: OpenWorld) -> None:
