@@ -146,4 +146,4 @@ def refusal_of(error: TokenRefused | ProviderAway) -> ApiError:
     """What a person sees whose sign-in failed."""
     if isinstance(error, ProviderAway):
         return Unavailable(f"The identity provider can't be used now: {error}", code="provider_away")
-    return Forbidden(f"You are not signed in: {error}. Start again at the login page", code="sign_in_refused")
+    return Forbidden(f"You are not signed in: {error}", code="sign_in_refused")
