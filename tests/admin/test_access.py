@@ -41,8 +41,8 @@ MAY = {
     "money": f"me playground {_SUMS} {_ALL_TEAMS}",
     "lookers": f"me playground {_MACHINE} {_SUMS} routes requests {_CACHE} {_ALL_TEAMS}",
     "watch": "me playground audit",
-    "leads": f"me playground {_SUMS} routes requests {_ONE_TEAM} create_key revoke_key update_key {_BUDGETS} purge",
-    "people": "me playground create_key revoke_key",
+    "leads": f"me playground {_SUMS} routes requests {_ONE_TEAM} create_key create_own_key revoke_key update_key {_BUDGETS} purge",
+    "people": "me playground create_key create_own_key revoke_key",
 }
 """What a group's people may do, by the names of operations and pages."""
 
@@ -184,10 +184,12 @@ async def test_a_team_admin_stays_in_the_team(place: tuple[World, StandInProvide
         made = await lead.post("/admin/api/teams/1/budgets", json={"window": "day", "limit_microusd": 1, "axis": "key"})
         assert made.status_code == 201
         assert (await lead.delete(f"/admin/api/budgets/{made.json()['id']}")).status_code == 204
+        assert "sk-sw-" in (await lead.post("/admin/me/1/keys", data={"name": "lead's"})).text
+        assert [key["name"] for key in (await lead.get("/admin/api/me")).json()["keys"]] == ["lead's"]
         page = (await lead.get("/admin/teams/1")).text
         assert "/admin/teams/1/keys" in page
         assert "Delete this team" not in page
-    assert [key.is_active for key in await world.accounts.list_keys()] == [True]
+    assert [key.is_active for key in await world.accounts.list_keys()] == [True, True]
 
 
 async def test_a_member_has_own_keys_alone(place: tuple[World, StandInProvider]) -> None:
