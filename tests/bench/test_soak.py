@@ -37,14 +37,3 @@ def test_growth_is_told_apart_from_a_warm_up() -> None:
     assert rows["fills"]["an_hour_in_all"] > 0.0
     assert not rows["leaks"]["is_good"]
     assert 350 < rows["leaks"]["an_hour"] < 370
-
-
-def test_the_cache_worker_may_remember_new_texts() -> None:
-    """It grows by some kilobytes for each, and by no more."""
-    times = [float(second) for second in range(0, 600, 10)]
-    for texts, is_good in ((10.0, True), (1.0, False)):
-        readings = {
-            ("cache worker", "MB"): [(at, at / 20.0) for at in times],
-            ("asked", "texts"): [(at, at * texts) for at in times],
-        }
-        assert bench.growth(readings, 200.0)[0]["is_good"] is is_good

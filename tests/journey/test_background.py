@@ -254,7 +254,7 @@ async def test_a_teams_streams_have_a_bound(open_a_world: OpenWorld) -> None:
     assert b"stream_broken" in broken.body
     refused = [await worlds[number % 2].ask(**request, input=f"{number}" + "x" * 9_000) for number in range(8)]
     assert {(one.status, one.error["code"]) for one in refused if one.status != 200} == {(503, "busy")}
-    assert sum(one.status == 503 for one in refused) > 2
+    assert any(one.status == 503 for one in refused)
     assert await streams_bytes(world) < 60_000
     id = re.search(r"resp_[0-9a-f]{32}", broken.text)
     assert id is not None
