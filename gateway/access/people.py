@@ -117,6 +117,8 @@ class Bearers:
                 raise TokenRefused(f"it was issued over {access.token_s_max} seconds ago")
             for name, value in access.required_claims.items():
                 said = claims.get(name)
+                if name == "scope" and isinstance(said, str):  # a list with spaces (RFC 9068, section 2.2.3)
+                    said = said.split(" ")
                 if value not in (said if isinstance(said, list) else [said]):
                     raise TokenRefused(f"its `{name}` is not the required one")
             user, groups = name_of(claims, access), groups_of(claims, access)
@@ -147,4 +149,4 @@ def refusal_of(error: TokenRefused | ProviderAway) -> ApiError:
     """What a person sees whose sign-in failed."""
     if isinstance(error, ProviderAway):
         return Unavailable(f"The identity provider can't be used now: {error}", code="provider_away")
-    return Forbidden(f"You are not signed in: {error}. Start again at the login page", code="sign_in_refused")
+    return Forbidden(f"You are not signed in: {error}", code="sign_in_refused")

@@ -361,7 +361,7 @@ FORMS = (
     _Form(_TEAM + "/keys", teams.create_key, "", "team", "key", read=_key, shows="new_key"),
     _Form(_TEAM + "/keys/{key_id}/revoke", teams.revoke_key, _TO_TEAM + "key-revoked"),
     _Form(_TEAM + "/purge", cache_views.purge, _TO_TEAM + "purged", read=_purge_team),
-    _Form("/me/{team_id}/keys", teams.create_key, "", "me", "key-{team_id}", read=_key, shows="new_key"),
+    _Form("/me/{team_id}/keys", teams.create_own_key, "", "me", "key-{team_id}", read=_key, shows="new_key"),
     _Form("/me/keys/{key_id}/revoke", teams.revoke_key, "/admin/me?done=key-revoked"),
     _Form("/sessions/{session_id}/end", teams.end_session, "/admin/sessions?done=session-ended"),
     _Form(_TEAM + "/budgets", budgets.create_budget, _TO_TEAM + "budget-created", "team", "budget", read=_new_budget),

@@ -140,7 +140,6 @@ class Guard:
         self._metrics_key = _digest(settings.metrics_key) if settings.metrics_key else None
         self._settings = settings
         self._own_host = settings.host.lower()
-        self._settings = settings
         self.sessions = sessions
         self.provider = provider or Provider(settings)
         self._count = count

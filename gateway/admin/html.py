@@ -47,7 +47,7 @@ class Pages:
     def __init__(self, clock: Callable[[], float], version: str) -> None:
         self._clock = clock
         self._version = version
-        self.forms: list[tuple[re.Pattern[str], str]] = []  # the paths that take them, with the route's name
+        self.routes: list[tuple[str, re.Pattern[str], str]] = []  # methods, path and name of each page and form
         self.templates = jinja2.Environment(
             loader=jinja2.FileSystemLoader(_FOLDER / "templates"),
             autoescape=True,
@@ -63,7 +63,7 @@ class Pages:
         self.templates.filters["words"] = lambda text: str(text).replace("_", " ").replace("-", " ")
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
-        """Render a page with the values of its template, without the forms that its reader may not send."""
+        """Render a page with the values of its template, without the forms and links that are not for its reader."""
         principal: Principal | None = getattr(request.state, "principal", None)
         text = self.templates.get_template(template).render(
             values,
@@ -77,14 +77,16 @@ class Pages:
             actor=principal.actor if principal is not None else "",
         )
         if principal is not None and not principal.is_admin:
-            text = _FORM.sub(lambda form: form[0] if self._may_send(principal, form[1]) else "", text)
-            text = _EMPTY.sub("", _EMPTY.sub("", text))  # what had no more than forms
+            text = _FORM.sub(lambda form: form[0] if self._may(principal, "POST", form[1]) else _GONE, text)
+            text = _EMPTY.sub(_GONE, _EMPTY.sub(_GONE, text)).replace(_GONE, "")  # what had no more than forms
+            text = _ANCHOR.sub(lambda link: link[0] if self._may(principal, "GET", link[1]) else link[2], text)
         if below := request.scope.get("root_path"):  # values are escaped, so these are the templates' own
             text = _LINK.sub(rf"\g<0>{below}", text)
         return HTMLResponse(text, status, headers=_HEADERS)
 
-    def _may_send(self, principal: Principal, path: str) -> bool:
-        return any(may(principal, names) for route, names in self.forms if route.fullmatch(path))
+    def _may(self, principal: Principal, method: str, path: str) -> bool:
+        found = [name for methods, route, name in self.routes if method in methods and route.fullmatch(path)]
+        return may(principal, found[0]) if found else method == "GET"
 
 
 def page_route(pages: Pages, guard: Guard) -> type[APIRoute]:
@@ -100,8 +102,8 @@ def page_route(pages: Pages, guard: Guard) -> type[APIRoute]:
             is_door = self.path in DOORS
             if not is_door and (unknown := set(self.name.split()) - OF.keys()):
                 raise LookupError(f"no row of the table of roles has {', '.join(sorted(unknown))}")
-            if "POST" in (self.methods or ()):
-                pages.forms.append((self.path_regex, "" if is_door else self.name))
+            if self.path != "/admin":  # which leads to the first page that one may see
+                pages.routes.append((" ".join(self.methods or ()), self.path_regex, "" if is_door else self.name))
 
             async def guarded(request: Request) -> Response:
                 try:
@@ -140,7 +142,6 @@ DOORS = (LOGIN, "/admin/logout", SIGN_IN, SIGN_IN + "/callback")
 """The pages that open without a session."""
 _PAGES = (
     ("/admin", "Overview", "overview"),
-    ("/admin/me", "My keys", "me"),
     ("/admin/requests", "Requests", "requests"),
     ("/admin/teams", "Teams", "teams"),
     ("/admin/savings", "Savings", "savings"),
@@ -151,11 +152,16 @@ _PAGES = (
     ("/admin/ledger", "Ledger", "ledger"),
     ("/admin/audit", "Audit", "audit"),
     ("/admin/sessions", "Sessions", "sessions"),
+    ("/admin/me", "My keys", "me"),
     ("/admin/playground", "Playground", "playground"),
 )
 _FORM = re.compile(r'<form[^>]* method="post" action="([^"#?]*)[^"]*".*?</form>', re.DOTALL)
+_ANCHOR = re.compile(r'<a [^>]*href="(/admin[^"#?]*)[^"]*"[^>]*>(.*?)</a>', re.DOTALL)
+_GONE = "<!---->"
+_TEXT = r"(?:(?!</?section|<table|<ul|<dl|<form|<details).)*?"
 _EMPTY = re.compile(
-    r"<details[^>]*>\s*<summary>[^<]*</summary>\s*</details>|<section[^>]*>\s*<h2>[^<]*</h2>\s*</section>"
+    rf"<details[^>]*>\s*<summary>[^<]*</summary>\s*{_GONE}\s*</details>|<section[^>]*>{_TEXT}{_GONE}{_TEXT}</section>",
+    re.DOTALL,
 )
 
 

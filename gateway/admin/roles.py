@@ -40,7 +40,7 @@ TABLE = (
     Access("All teams", "list_teams list_keys list_budgets teams", (_ADMIN, _FINANCE, _VIEWER)),
     Access("One team, its keys and budgets", "get_team list_keys_of_team list_budgets_of_team list_values team",
            (_ADMIN, _FINANCE, _VIEWER), (_TEAM_ADMIN,)),
-    Access("Make and revoke keys; a member, own ones", "create_key revoke_key", (_ADMIN,), (_TEAM_ADMIN, _MEMBER)),
+    Access("Make and revoke keys; a member, own ones", "create_key create_own_key revoke_key", (_ADMIN,), (_TEAM_ADMIN, _MEMBER)),
     Access("Change keys", "update_key", (_ADMIN,), (_TEAM_ADMIN,)),
     Access("Budgets; a team admin, those below the team's own",
            "create_budget update_budget raise_budget reset_budget delete_budget", (_ADMIN,), (_TEAM_ADMIN,)),

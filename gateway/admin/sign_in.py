@@ -177,7 +177,7 @@ async def _signed_in(parts: AdminParts, request: Request, begun: str) -> str:
     if not isinstance(subject, str) or not subject or not isinstance(sid, str):
         raise TokenRefused("it has no subject")
     if not roles_of(groups, access, parts.accounts.team_ids):
-        raise TokenRefused(f"none of the groups of {actor} has a role here")
+        raise TokenRefused(f"none of the groups of {actor} has a role here: ask whoever runs this gateway for one")
     if not await guard.sessions.use_once(begun, guard.mark("used"), 2 * _SIGN_IN_S):
         raise TokenRefused("this sign-in was used before")
     facts = {"client": client_of(request), "actor": actor, "subject": subject, "sid": sid, "groups": list(groups)}

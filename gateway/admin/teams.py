@@ -10,7 +10,7 @@ from gateway.accounts import DoesNotExist, Key, Team
 from gateway.accounts.audit import KEY_CHANGED, KEY_CREATED, SESSION_ENDED, TEAM_CHANGED, TEAM_CREATED, TEAM_DELETED
 from gateway.accounts.ledger import Group, LedgerFilter
 from gateway.admin import budgets, models
-from gateway.admin.guard import Acting
+from gateway.admin.guard import Acting, Principal
 from gateway.admin.parts import WorkerParts
 from gateway.admin.queries import Id
 from gateway.settings import Role
@@ -82,9 +82,19 @@ async def list_keys_of_team(parts: WorkerParts, team_id: Id) -> models.KeysOut:
 
 async def create_key(parts: WorkerParts, team_id: Id, body: models.KeyIn, operator: Acting) -> models.NewKeyOut:
     """A new key; a member's is the member's own. The answer is the only place where its plaintext is ever shown."""
-    fields, is_own = body.given(), not operator.is_admin and team_id not in operator.roles.get(Role.TEAM_ADMIN, ())
-    row = parts.audit_row(KEY_CREATED, "", operator)
-    owner = operator.actor if is_own else ""
+    is_own = not operator.is_admin and team_id not in operator.roles.get(Role.TEAM_ADMIN, ())
+    return await _create_key(parts, team_id, body, operator, operator.actor if is_own else "")
+
+
+async def create_own_key(parts: WorkerParts, team_id: Id, body: models.KeyIn, operator: Acting) -> models.NewKeyOut:
+    """A new key of whoever makes it."""
+    return await _create_key(parts, team_id, body, operator, operator.actor)
+
+
+async def _create_key(
+    parts: WorkerParts, team_id: int, body: models.KeyIn, operator: Principal, owner: str
+) -> models.NewKeyOut:
+    fields, row = body.given(), parts.audit_row(KEY_CREATED, "", operator)
     return await parts.accounts.create_key(team_id, fields.pop("name"), **fields, owner=owner, row=row)
 
 

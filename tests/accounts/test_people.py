@@ -47,7 +47,7 @@ class Place:
         self.bearers = Bearers(settings, self.of_provider, self.accounts, lambda: self.now_s)
 
     def token(self, **claims: Any) -> str:
-        return self.provider.token(**{"realm": {"groups": ["people"]}, "scope": ["a", "llm"], **claims})
+        return self.provider.token(**{"realm": {"groups": ["people"]}, "scope": "a llm", **claims})
 
     async def status(self, token: str) -> int:
         try:

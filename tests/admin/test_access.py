@@ -41,8 +41,8 @@ MAY = {
     "money": f"me playground {_SUMS} {_ALL_TEAMS}",
     "lookers": f"me playground {_MACHINE} {_SUMS} routes requests {_CACHE} {_ALL_TEAMS}",
     "watch": "me playground audit",
-    "leads": f"me playground {_SUMS} routes requests {_ONE_TEAM} create_key revoke_key update_key {_BUDGETS} purge",
-    "people": "me playground create_key revoke_key",
+    "leads": f"me playground {_SUMS} routes requests {_ONE_TEAM} create_key create_own_key revoke_key update_key {_BUDGETS} purge",
+    "people": "me playground create_key create_own_key revoke_key",
 }
 """What a group's people may do, by the names of operations and pages."""
 
@@ -126,6 +126,27 @@ async def test_each_role_does_what_its_row_says_and_no_more(place: tuple[World, 
                     assert is_refused != is_allowed, (group, method, path, reply.status_code, reply.text[:300])
 
 
+async def test_no_page_leads_to_what_its_reader_may_not_do(place: tuple[World, StandInProvider]) -> None:
+    """Each link of each page in a role's menu opens; forms that the role may not send are gone with their cards."""
+    world, _ = place
+    world.stats.add(hit(at_s=NOW_S, request_id="r1", team_id=1, team="search"))
+    await world.stats.flush()
+    async with visitor(world) as admin:
+        admin.headers["authorization"] = f"Bearer {ADMIN_KEY}"
+        await admin.patch("/admin/api/teams/1", json={"tokens_per_min": 9})
+    for group in MAY:
+        async with visitor(world) as person:
+            person.cookies.update(await session_of(world, group))
+            menu = re.findall(r'href="(/admin[^"]*)"', (await person.get("/admin/playground")).text)
+            pages = [await person.get(path, follow_redirects=True) for path in menu if "/static/" not in path]
+            links = {link for page in pages for link in re.findall(r'<a [^>]*href="(/admin[^"]*)"', page.text)}
+            opened = {link: await person.get(link.replace("&amp;", "&"), follow_redirects=True) for link in links}
+            assert {link for link, reply in opened.items() if reply.status_code == 403} == set()
+            shown = "".join(page.text for page in pages)
+            assert len(pages) > 2
+            assert not re.search(r'id="(?:import|purge)"|<h2>Try a prompt', shown), group
+
+
 async def test_a_team_admin_stays_in_the_team(place: tuple[World, StandInProvider]) -> None:
     """Another team's id, anywhere in a request, is refused; so are no team, the team's own budget and another's keys."""
     world, _ = place
@@ -179,6 +200,8 @@ async def test_a_team_admin_stays_in_the_team(place: tuple[World, StandInProvide
         made = await lead.post("/admin/api/teams/1/budgets", json={"window": "day", "limit_microusd": 1, "axis": "key"})
         assert made.status_code == 201
         assert (await lead.delete(f"/admin/api/budgets/{made.json()['id']}")).status_code == 204
+        assert "sk-sw-" in (await lead.post("/admin/me/1/keys", data={"name": "lead's"})).text
+        assert [key["name"] for key in (await lead.get("/admin/api/me")).json()["keys"]] == ["lead's"]
         page = (await lead.get("/admin/teams/1")).text
         assert "/admin/teams/1/keys" in page
         assert "Delete this team" not in page

@@ -1,0 +1,1 @@
+"""Sign-in at a real OpenID provider."""
