@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -161,8 +162,14 @@ def test_an_interrupted_bench_leaves_nothing_running() -> None:
     deadline = time.monotonic() + 60.0
     while len(below := descendants(bench.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
-    bench.send_signal(signal.SIGINT)
-    said, _ = bench.communicate(timeout=30.0)
+    for _ in range(3):  # Python drops a Ctrl-C that falls into a finaliser
+        bench.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            said, _ = bench.communicate(timeout=15.0)
+            break
+    else:
+        bench.kill()
+        pytest.fail("Ctrl-C, three times, did not end the bench")
     assert bench.returncode == 130
     assert "absent: litellm: not asked for" in said
     assert len(below) >= 2
