@@ -4,7 +4,8 @@
     sameway:{health}:D:probe:B:N  string  a probe of breaker B in state N has begun
 
 D is a digest of the deployment's name, address, model, headers and keys, so that another
-configuration begins anew, and another key in a file. The digest of a deployment that only one host reaches includes that host.
+configuration begins anew, and another key in a file. The digest of a deployment that only one host
+reaches includes that host.
 
 An exchange sends a worker's observations since the last exchange and returns the sums of all
 workers; it is one script, in the background. Estimates are sums under exponential forgetting, which
