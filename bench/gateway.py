@@ -123,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.platform != "linux":
         print("bench: needs Linux: it reads /proc", file=sys.stderr)
         return 1
-    signal.signal(signal.SIGTERM, _interrupt)  # so that what was started is stopped
+    for number in (signal.SIGTERM, signal.SIGINT):  # so that what was started is stopped; a shell's `&` ignores SIGINT
+        signal.signal(number, _interrupt)
     try:
         if arguments.soak:
             return _soak(arguments.soak, arguments.duration or 10.0)
