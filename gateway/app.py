@@ -77,13 +77,14 @@ from gateway.deployments.shared_load import SharedLoad
 from gateway.deployments.shared_slots import SharedSlots
 from gateway.exceptions import let_go
 from gateway.journey.budget import Money
+from gateway.journey.guards import Emit
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record
 from gateway.journey.semantic import SemanticLookup
 from gateway.journey.turn import Turn
 from gateway.learning.build import Learning, open_learning
 from gateway.loggers import get_logger
-from gateway.pipeline import Emit, Pipeline
+from gateway.pipeline import Pipeline
 from gateway.reload import Configuration, cache_limits
 from gateway.settings import Settings
 from gateway.telemetry import logs
@@ -350,7 +351,6 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     services: dict[str, Any] = {"money": money, "fleet": fleet, "bearers": keys, "emit": emit, "learn": learn}
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, **services)
     learning.connect(pipeline)
-    stack.callback(pipeline.guards.aclose)
     for end in (learning.aclose, pipeline.drain, learning.stop):  # the last one first
         stack.push_async_callback(end)
     background = Background(pipeline, stored_responses, memory, link, partial(metrics.add, m.BACKGROUND_RESPONSES, 1))

@@ -19,7 +19,7 @@ from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
 from gateway.accounts.ledger import COLUMNS
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Claim, Hedged, Rejection, Seam
-from gateway.journey.record import FIELDS, Record, Stage
+from gateway.journey.record import FIELDS, GuardCall, Record, Stage
 from gateway.learning.reports import ReportOutcome
 from gateway.telemetry.hosts import Host
 from gateway.telemetry.parts import GatewayPart
@@ -463,6 +463,7 @@ _Rejection = Annotated[Rejection, _Flat("RejectionOut")]
 _Attempt = Annotated[Attempt, _Flat("AttemptOut", without=("is_refusal", "is_denial"))]
 _Stage = Annotated[Stage, _Flat("StageOut", without=("attempt",))]
 _Seam = Annotated[Seam, _Flat("SeamOut")]
+_GuardCall = Annotated[GuardCall, _Flat("GuardCallOut")]
 _Claim = Annotated[Claim, _Flat("ClaimOut")]
 _Hedge = Annotated[Hedged, _Flat("HedgeOut")]
 _Route = Annotated[
@@ -484,6 +485,7 @@ taken) or `failed` (any other 5xx, and a 424).""",
         hedge=_Hedge | None,
         seams=list[_Seam],
         claims=list[_Claim],
+        guards=list[_GuardCall],
         stages=list[_Stage],
     ),
 ]

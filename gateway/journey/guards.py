@@ -33,20 +33,26 @@ from gateway.settings import GuardSettings, Settings
 from gateway.transport.fetch import Fetcher, signed
 from gateway.transport.http_client import TransportError
 from gateway.wire.chunks import read
-from gateway.wire.errors import BadRequest, GuardRefused, Unavailable, shown
+from gateway.wire.errors import ApiError, GuardRefused, Unavailable, shown
 from gateway.wire.fold import fold
 from gateway.wire.sse import events_in
+from gateway.wire.texts import swapped, texts_in
 from gateway.wire.types import RESPONSE, Chunk
 from policies import Demand
 
 _IDLE_MAX, _ANSWER_BYTES_MAX, _REASON_MAX = 32, 32 << 20, 500
-_PARTS = """
-    arguments content documents input instructions output prompt query reasoning reasoning_content refusal suffix
-    summary system text thinking
-"""
-_TEXTS = frozenset(_PARTS.split())
-_VALUES = frozenset({"arguments", "input", "output"})  # of a tool's call: an object has texts under any name
 _log = get_logger()
+
+
+Emit = Callable[[Record, Turn | None, Sequence[Chunk]], None]
+"""Logs, measures and counts one record. The turn and the chunks are for the log, if prompts may be logged."""
+
+
+class _Note(msgspec.Struct):
+    """Of a request, until it is recorded: the looks of guards, and the turn whose texts may be logged."""
+
+    calls: list[GuardCall] = []
+    turn: Turn | None = None
 
 
 class _Verdict(msgspec.Struct, frozen=True):
@@ -62,16 +68,16 @@ class _Hook:
         self.name = name
         self.settings = settings
         self.fetcher = Fetcher(settings.timeout_ms / 1000.0, _IDLE_MAX, _ANSWER_BYTES_MAX)
-        self._asked: dict[bytes, asyncio.Task[_Verdict | None]] = {}
+        self._looks: dict[bytes, asyncio.Task[_Verdict | None]] = {}
 
     async def verdict(self, look: dict[str, Any], request_id: str) -> _Verdict | None:
         """What the guard says; None if it says nothing that can be read in time."""
         key = msgspec.json.encode(look)
-        task = self._asked.get(key)
+        task = self._looks.get(key)
         if task is None:
             body = msgspec.json.encode({**look, "litellm_call_id": request_id})
-            task = self._asked[key] = asyncio.ensure_future(self._ask(body, request_id, len(look["texts"])))
-            task.add_done_callback(lambda _: self._asked.pop(key, None))
+            task = self._looks[key] = asyncio.ensure_future(self._ask(body, request_id, len(look["texts"])))
+            task.add_done_callback(lambda _: self._looks.pop(key, None))
         return await asyncio.shield(task)
 
     async def _ask(self, body: bytes, request_id: str, count: int) -> _Verdict | None:
@@ -100,7 +106,7 @@ class Guards:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._hooks: dict[str, _Hook] = {}
-        self._calls: dict[str, list[GuardCall]] = {}  # by request, until it is recorded
+        self._notes: dict[str, _Note] = {}  # by request
 
     def aclose(self) -> None:
         """Close the connections."""
@@ -112,16 +118,15 @@ class Guards:
         return [self._hook(name, self._settings.guards[name]) for name in names]
 
     def _hook(self, name: str, guard: GuardSettings) -> _Hook:
-        hook = self._hooks.get(name)
-        if hook is None or hook.settings != guard:
-            if hook is not None:
-                hook.fetcher.aclose()
-            hook = self._hooks[name] = _Hook(name, guard)
-        return hook
+        if name not in self._hooks or self._hooks[name].settings != guard:  # looks at an older one go on
+            self._hooks[name] = _Hook(name, guard)
+        return self._hooks[name]
 
-    def holds(self, turn: Turn, alias: Alias, team: Team) -> bool:
-        """Whether an answer's readers wait for a verdict on all of it."""
-        return _has_texts(turn) and bool(_guards_of(self._settings, alias, team, is_after=True))
+    def hold(self, turn: Turn, identity: Identity, alias: Alias) -> bool:
+        """Whether an answer's readers wait for a verdict on all of it: a chat, a completion, a message or a response."""
+        if (turn.kind.is_plain and turn.kind is not RESPONSE) or turn.arrival.operation == VERIFY:
+            return False
+        return bool(_guards_of(self._settings, alias, identity.team, is_after=True))
 
     def may_send(self, team: Team, alias: Alias, deployment: Deployment) -> bool:
         """Whether a text may go to `deployment` as it is, such as to count its tokens."""
@@ -129,29 +134,42 @@ class Guards:
             _guards_of(self._settings, alias, team) or team.residency.objection(deployment.candidate(Demand(0, 0, 0)))
         )
 
-    def noted(self, record: Record) -> Record:
-        """`record` with the looks of guards."""
-        calls = self._calls.pop(record.request.id, None)
-        return record if calls is None else replace(record, request=replace(record.request, guards=tuple(calls)))
+    def noting(self, emit: Emit) -> Emit:
+        """`emit` with the looks of guards in each record, and with the texts that may be logged."""
+
+        def emit_noted(record: Record, turn: Turn | None, chunks: Sequence[Chunk]) -> None:
+            note = self._notes.pop(record.request.id, None)
+            if note is not None:
+                record = replace(record, request=replace(record.request, guards=tuple(note.calls)))
+                turn, chunks = note.turn, chunks if note.turn is not None else ()
+            emit(record, turn, chunks)
+
+        return emit_noted
 
     async def admit(self, turn: Turn, identity: Identity, alias: Alias) -> Turn:
         """`turn` by the rules of its team, with the texts that its guards leave. Raises GuardRefused, Unavailable."""
-        team = identity.team
+        team, hooks = identity.team, self._of(alias, identity.team)
+        if not (hooks or team.rules):
+            return turn
+        note = self._notes[turn.arrival.request_id] = _Note()
         if team.rules:
             controls = turn.controls if team.store_s_max != 0 else replace(turn.controls, no_store=True)
             turn = replace(turn, controls=controls, demand=replace(turn.demand, residency=team.residency))
         if turn.is_guarded or turn.arrival.operation == VERIFY:  # a question has texts that were seen
-            return turn
-        for hook in self._of(alias, team):
-            texts = _texts_in(turn.body)
+            hooks = []
+        for hook in hooks:
             native = None if turn.native is None else msgspec.json.decode(turn.native.raw)
-            swap = await self._look(hook, turn, identity, alias, texts | _texts_in(native))
+            swap = await self._look(hook, turn, identity, alias, texts_in(turn.body) | texts_in(native))
             if swap:
                 turn = _with_texts(turn, native, swap)
-        return replace(turn, is_guarded=True)
+        turn = replace(turn, is_guarded=True)
+        note.turn = turn if team.store_s_max != 0 else None
+        return turn
 
-    async def vet(self, flight: Flight) -> None:
+    async def vet(self, flight: Flight, error: ApiError | None) -> None:
         """Let the guards see a complete answer, which its readers get then. Raises GuardRefused, Unavailable."""
+        if not flight.is_held or error is not None:
+            return
         generation = flight.generation
         try:
             chunks = await self._vetted(flight.chunks, generation.turn, generation.identity, generation.alias)
@@ -166,7 +184,7 @@ class Guards:
 
     async def vet_hit(self, turn: Turn, identity: Identity, alias: Alias, looked: Looked) -> Looked:
         """The same of a recorded answer."""
-        if looked.entry is None or not self.holds(turn, alias, identity.team):
+        if looked.entry is None or not self.hold(turn, identity, alias):
             return looked
         chunks = await self._vetted(chunks_of(looked.entry), turn, identity, alias)
         return looked if chunks is None else replace(looked, entry=_recording(looked.entry, chunks))
@@ -181,9 +199,9 @@ class Guards:
             answer = answer.get("response", answer)
         is_other = False
         for hook in self._of(alias, identity.team, is_after=True):
-            swap = await self._look(hook, turn, identity, alias, _texts_in(answer), is_after=True)
+            swap = await self._look(hook, turn, identity, alias, texts_in(answer), is_after=True)
             if swap:
-                answer, is_other = _swapped(answer, swap), True
+                answer, is_other = swapped(answer, swap), True
         if not is_other:
             return None
         for choice in answer.get("choices") or ():
@@ -212,23 +230,29 @@ class Guards:
         stage = "response" if is_after else "request"
         look = {"input_type": stage, "texts": list(texts), "model": alias.name, "request_data": whose}
         verdict = await hook.verdict(look, turn.arrival.request_id)
-        swap = dict(zip(texts, verdict.texts or (), strict=False)) if verdict is not None else {}
+        action, others = ("", None) if verdict is None else (verdict.action, verdict.texts)
+        swap = dict(zip(texts, others or (), strict=False)) if action == "GUARDRAIL_INTERVENED" else {}
         swap = {old: new for old, new in swap.items() if new != old}
-        is_refused = verdict is not None and verdict.action == "BLOCKED"
-        word = "failed" if verdict is None else "refused" if is_refused else "replaced" if swap else "allowed"
-        call = GuardCall(hook.name, is_after, word, round((time.perf_counter() - began) * 1000.0, 3))
-        self._calls.setdefault(turn.arrival.request_id, []).append(call)
+        outcome = {"": "failed", "BLOCKED": "refused"}.get(action) or ("replaced" if swap else "allowed")
+        call = GuardCall(hook.name, is_after, outcome, round((time.perf_counter() - began) * 1000.0, 3))
+        self._notes[turn.arrival.request_id].calls.append(call)
         if verdict is None and hook.settings.fail == "closed":
-            words = f"The guard `{hook.name}` gave no verdict on the {stage}, which is refused then: try again later"
-            raise Unavailable(words, code="guard_unavailable")
-        if is_refused and verdict is not None:
+            raise Unavailable(
+                f"The guard `{hook.name}` gave no verdict on the {stage}: try again later", code="guard_unavailable"
+            )
+        if verdict is not None and action == "BLOCKED":
             reason = shown(verdict.blocked_reason or "", _REASON_MAX) or "it gave no reason"
             raise GuardRefused(f"The guard `{hook.name}` refused the {stage}: {reason}")
         return swap
 
 
-def apart_of(settings: Settings, alias: Alias, team: Team, apart: Any = None) -> Any:
-    """`apart`, which divides the cache, with the team's rules and the guards that may change an answer."""
+def apart_of(settings: Settings, alias: Alias, team: Team, turn: Turn | None = None) -> Any:
+    """What divides the cache beside a chat's body: what the body of `turn` lacks, its team's rules, and the guards
+    that may change an answer.
+    """
+    apart = None if turn is None or turn.native is None else turn.native.apart
+    if turn is not None and turn.kind.is_plain:  # events and a whole answer are different bytes
+        apart = f"{turn.kind.name} stream" if turn.is_stream else turn.kind.name
     after = [(name, settings.guards[name]) for name in _guards_of(settings, alias, team, is_after=True)]
     rules = [*team.rules, *([name, guard.url, guard.version] for name, guard in after)]
     return [apart, rules] if rules else apart
@@ -236,58 +260,28 @@ def apart_of(settings: Settings, alias: Alias, team: Team, apart: Any = None) ->
 
 def _guards_of(settings: Settings, alias: Alias, team: Team, *, is_after: bool = False) -> list[str]:
     """The alias's guard, then those of the team; `is_after`: those that see answers."""
-    own, whose = alias.settings.guard, {team.name, "*"}
-    names = [name for name, guard in settings.guards.items() if name == own or not whose.isdisjoint(guard.teams)]
-    names = [name for name in names if settings.guards[name].is_after or not is_after]
-    return sorted(names, key=lambda name: name != own)
-
-
-def _has_texts(turn: Turn) -> bool:
-    """Whether its answer is one of words."""
-    return not turn.kind.is_plain or turn.kind is RESPONSE
-
-
-def _walked(node: Any, visit: Callable[[str], str], *, is_text: bool = False, is_value: bool = False) -> Any:
-    """`node` with what `visit` makes of each text in it."""
-    if isinstance(node, str):
-        return visit(node) if node and (is_text or is_value) else node
-    if isinstance(node, list):
-        return [_walked(item, visit, is_text=is_text, is_value=is_value) for item in node]
-    if not isinstance(node, dict):
-        return node
-    return {
-        name: _walked(
-            item, visit, is_text=name in _TEXTS, is_value=is_value or (name in _VALUES and isinstance(item, dict))
-        )
-        for name, item in node.items()
-    }
-
-
-def _texts_in(node: Any) -> dict[str, None]:
-    """The texts in a body, each once. Raises BadRequest."""
-    texts: dict[str, None] = {}
-    try:
-        _walked(node, lambda text: texts.setdefault(text) or text)
-    except RecursionError:
-        raise BadRequest("The body is nested too deeply", code="invalid_json") from None
-    return texts
-
-
-def _swapped(node: Any, swap: dict[str, str]) -> Any:
-    return _walked(node, lambda text: swap.get(text, text))
+    if not settings.guards:
+        return []
+    first, whose = alias.settings.guard, {team.name, "*"}
+    names = [
+        name
+        for name, guard in settings.guards.items()
+        if (name == first or not whose.isdisjoint(guard.teams)) and (guard.is_after or not is_after)
+    ]
+    return sorted(names, key=lambda name: name != first)
 
 
 def _with_texts(turn: Turn, native: Any, swap: dict[str, str]) -> Turn:
     """`turn` with other texts, in each form that it has."""
     longer = sum([max(0, len(new.encode()) - len(old.encode())) for old, new in swap.items()])
     tokens_max = turn.demand.prompt_tokens_max + longer if turn.demand.prompt_tokens_max else 0
-    turn = replace(turn, body=_swapped(turn.body, swap), demand=replace(turn.demand, prompt_tokens_max=tokens_max))
+    turn = replace(turn, body=swapped(turn.body, swap), demand=replace(turn.demand, prompt_tokens_max=tokens_max))
     if turn.marked is not None:
-        turn = replace(turn, marked=_swapped(turn.marked, swap))
+        turn = replace(turn, marked=swapped(turn.marked, swap))
     if turn.native is None:
         return turn
-    apart = _walked(turn.native.apart, lambda text: swap.get(text, text), is_value=True)
-    return replace(turn, native=replace(turn.native, raw=msgspec.json.encode(_swapped(native, swap)), apart=apart))
+    raw, apart = msgspec.json.encode(swapped(native, swap)), swapped(turn.native.apart, swap)
+    return replace(turn, native=replace(turn.native, raw=raw, apart=apart))
 
 
 def _recording(entry: Entry, chunks: Sequence[Chunk]) -> Entry:

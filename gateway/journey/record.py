@@ -161,7 +161,7 @@ def stages_of(record: Record) -> list[Stage]:
         stages.append(Stage("receive", -times.received_ms, times.received_ms))
     is_at_once = cache.source in ("exact", "semantic") and not times.exact_ms
     before_ms, after_ms = (
-        sum([one.duration_ms for one in record.request.guards if one.is_after is is_after])
+        sum([look.duration_ms for look in record.request.guards if look.is_after is is_after])
         for is_after in (False, True)
     )
     add("guard", before_ms)
