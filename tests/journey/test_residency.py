@@ -25,7 +25,7 @@ MODELS: dict[str, Any] = {
     "raced": {
         "policy": "cheapest",
         "hedge_cost_max": 1.0,
-        "deployments": [deployment("slow", **EU), deployment("other", usd=(2, 4), region="us-east-1")],
+        "deployments": [deployment("slow", **EU), deployment("other", usd=(2, 4), region="us-east-1", capabilities=["prefill"])],
     },
     "checked": {"verifier": "alone", "deployments": [deployment("eu3", usd=(100, 100), **EU)]},
 }
@@ -102,15 +102,20 @@ async def test_an_unknown_retention_is_not_allowed(world: World) -> None:
 
 
 async def test_rescues_and_verifiers_keep_to_the_rule(world: World) -> None:
-    """A stream that breaks off ends rather than go on elsewhere; a verifier elsewhere is not asked, and the request is a miss."""
-    team = await world.team(regions=["eu"])
-    world.backends["slow"].plays("half of", broken())
-    ended = await world.ask(key=team.key, model="raced", stream=True)
-    assert ended.error["code"] == "upstream_broken"
-    entry = (await world.record(await world.ask("one", key=team.key, model="checked"))).cache.entry
-    world.semantic.doubts((entry, "one"), p=0.9)
-    assert (await world.ask("two", key=team.key, model="checked")).cache == "miss"
-    assert asked(world) == ["eu3", "slow"]
+    """A stream that breaks off ends rather than go on elsewhere; a verifier elsewhere is not asked, and the request is a miss.
+    Of a team without a rule both are.
+    """
+    for name, rules, others in (("ruled", {"regions": ["eu"]}, []), ("free", {}, ["other", "us3"])):
+        team = await world.team(name, **rules)
+        world.backends["slow"].plays_once("half of", broken())
+        ended = await world.ask(key=team.key, model="raced", stream=True)
+        assert ended.is_done is bool(others)
+        world.semantic.misses("far")
+        entry = (await world.record(await world.ask("one", key=team.key, model="checked"))).cache.entry
+        world.semantic.doubts((entry, "one"), p=0.9)
+        assert (await world.ask("two", key=team.key, model="checked")).cache == "miss"
+        await world.quiet()
+        assert asked(world) == sorted(["eu3", "slow", *others])
 
 
 async def test_no_answer_from_before_a_rule_is_served(world: World) -> None:
