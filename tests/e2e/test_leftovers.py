@@ -24,6 +24,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cache import CacheWorkerUnavailable, Miss, MissReason
 from cache.event_loop import Loop
+from cache.query import Neighbourhood
 from cache.worker import messages as cache_wire
 from gateway.journey import tries
 from gateway.settings import Settings
@@ -323,7 +324,7 @@ def _cache_worker(to: Sender) -> StandIn:
 
     def answer(call: IncomingCall[cache_wire.Ask]) -> None:
         if isinstance(call.body, cache_wire.AskLookup) and not to.is_cache_worker_silent:
-            call.reply(Miss(MissReason.EMPTY))
+            call.reply(Neighbourhood(Miss(MissReason.EMPTY), ()))
         elif isinstance(call.body, cache_wire.AskEmbed):
             call.fail(CacheWorkerUnavailable("not here"))
 
