@@ -24,6 +24,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cache import CacheWorkerUnavailable, Miss, MissReason
 from cache.event_loop import Loop
+from cache.query import Neighbourhood
 from cache.worker import messages as cache_wire
 from gateway.journey import tries
 from gateway.settings import Settings
@@ -217,7 +218,7 @@ REFUSED: dict[str, Exit] = {
     "a bad field": (400, lambda to: to.ask(to.body(temperature=9))),
     "a bad control": (400, lambda to: to.ask(to.body(cache={"x": 1}))),
     "no such model": (404, lambda to: to.ask("none")),
-    "too large": (413, lambda to: _announced(to, 1_100_000)),
+    "too large": (413, lambda to: to.ask(b" " * 1_100_000)),
     "a coding": (415, lambda to: to.ask("mock", "Content-Encoding: br\r\n")),
     "no gzip": (400, lambda to: to.ask("mock", "Content-Encoding: gzip\r\n")),
     "only if cached": (504, lambda to: to.ask("mock", "Cache-Control: only-if-cached\r\n")),
@@ -323,7 +324,7 @@ def _cache_worker(to: Sender) -> StandIn:
 
     def answer(call: IncomingCall[cache_wire.Ask]) -> None:
         if isinstance(call.body, cache_wire.AskLookup) and not to.is_cache_worker_silent:
-            call.reply(Miss(MissReason.EMPTY))
+            call.reply(Neighbourhood(Miss(MissReason.EMPTY), ()))
         elif isinstance(call.body, cache_wire.AskEmbed):
             call.fail(CacheWorkerUnavailable("not here"))
 
