@@ -230,6 +230,7 @@ class Guards:
         stage = "response" if is_after else "request"
         look = {"input_type": stage, "texts": list(texts), "model": alias.name, "request_data": whose}
         verdict = await hook.verdict(look, turn.arrival.request_id)
+        # decision: guards-speak-litellms-form
         action, others = ("", None) if verdict is None else (verdict.action, verdict.texts)
         swap = dict(zip(texts, others or (), strict=False)) if action == "GUARDRAIL_INTERVENED" else {}
         swap = {old: new for old, new in swap.items() if new != old}
