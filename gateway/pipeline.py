@@ -165,7 +165,7 @@ class Pipeline:
         if looked.entry is not None:
             self.renew(turn, identity, alias, looked)
             looked = await self.guards.vet_hit(turn, identity, alias, looked)
-            return Reply(turn, alias, looked, looked_up_ms=looked_up_ms)
+            return Reply(turn, alias, looked, looked_up_ms=turn.elapsed_ms())
         flight = self._join(turn, identity, alias, looked)
         reader = flight.admit(turn.deadline, is_stream=turn.is_stream)
         if reader.is_leader:

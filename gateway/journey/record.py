@@ -115,7 +115,7 @@ class Times(msgspec.Struct, frozen=True, omit_defaults=True):
     saved_ms: float = 0.0  # the time of a hit's generation, less that of the hit
     # of its stages, each of which begins where the one before ends; `stages_of` has all
     received_ms: float = 0.0  # before the start, from the arrival until the body was read
-    exact_ms: float = 0.0  # limits and the exact lookup
+    exact_ms: float = 0.0  # guards, limits and the exact lookup
     semantic_ms: float = 0.0  # the semantic lookup, with its verifier
     reserve_ms: float = 0.0
     record_ms: float = 0.0  # after the end: settling and storing
