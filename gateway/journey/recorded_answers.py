@@ -138,7 +138,8 @@ class RecordedAnswers:
         """
         generation, cache = flight.generation, self._settings
         looked, answered = generation.looked, generation.answered
-        if not answered.progress.has_begun or not flight.chunks:  # a guard refused it
+        is_refused = answered.progress.is_complete and not flight.chunks  # by a guard
+        if is_refused or not answered.progress.has_begun:
             return Stored(spent)
         is_findable = not looked.no_lookup_reason
         outcome = _outcome_of(generation, is_servable=cache.is_exact or is_findable)
