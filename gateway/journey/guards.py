@@ -207,9 +207,9 @@ class Guards:
         for choice in answer.get("choices") or ():
             choice["logprobs"] = None  # they spell the text that was replaced
         whole = msgspec.json.encode(answer)
-        return (
-            [Chunk(whole, is_whole=True, has_content=True)] if turn.kind is RESPONSE else [read(whole, is_whole=True)]
-        )
+        if turn.kind is RESPONSE:
+            return [Chunk(whole, is_whole=True, has_content=True, media=chunks[0].media)]
+        return [read(whole, is_whole=True)]
 
     async def _look(
         self,
@@ -288,7 +288,5 @@ def _with_texts(turn: Turn, native: Any, swap: dict[str, str]) -> Turn:
 def _recording(entry: Entry, chunks: Sequence[Chunk]) -> Entry:
     """`entry` with another answer, to be sent in its place; it is stored nowhere."""
     pieces, labels = recorded(chunks)
-    kept = {
-        name: label for name, label in entry.labels.items() if name not in ("native_at", "media", "has_usage_chunk")
-    }
+    kept = {name: label for name, label in entry.labels.items() if name != "native_at"}
     return replace(entry, chunks=pieces, labels={**kept, **labels})

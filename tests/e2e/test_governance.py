@@ -42,7 +42,11 @@ async def test_lines_of_batches_and_other_paths(new_host: NewHost, upstream: Ups
         async with httpx.AsyncClient(base_url=host.url.removesuffix("/v1"), headers=headers) as admin:
             rules = {"regions": ["eu"], "store_s_max": 7_200}
             changed = await admin.patch(f"/admin/api/teams/{team_id}", json=rules)
-            assert (changed.status_code, changed.json()["regions"], changed.json()["store_s_max"]) == (200, ["eu"], 7_200)
+            assert (changed.status_code, changed.json()["regions"], changed.json()["store_s_max"]) == (
+                200,
+                ["eu"],
+                7_200,
+            )
             for wrong in ({"regions": []}, {"regions": ["EU west"]}, {"store_s_max": -1}, {"retention_days_max": 0.5}):
                 assert (await admin.patch(f"/admin/api/teams/{team_id}", json=wrong)).status_code == 400
             batch = await begin(client, line("a"), line("b", model="far"))

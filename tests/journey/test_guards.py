@@ -15,6 +15,7 @@ from gateway.settings import GuardSettings
 from gateway.telemetry.metrics import Metrics
 from gateway.transport.fetch import signed
 from tests.guard import StandInGuard, guard_of
+from tests.journey.responses_server import SEARCH, TEXT, response, run_responses_server
 from tests.services import RedisServer
 from tests.world import Finish, Tokens, Whole, World, broken, deployment, open_world, until
 
@@ -22,6 +23,7 @@ MODELS: dict[str, Any] = {
     "mock": {"deployments": [deployment("plain", capabilities=["tools", "completions", "embeddings"])]},
     "claude": {"deployments": [deployment("claude", capabilities=["tools", "messages"])]},
     "twins": {"policy": "fastest", "deployments": [deployment("left"), deployment("right")]},
+    "able": {"deployments": [deployment("able", capabilities=["responses", "tools"], allow_fields=["web_search"])]},
     "guarded": {"guard": "own", "deployments": [deployment("guarded")]},
 }
 
@@ -163,7 +165,9 @@ def _http(status: bytes, body: bytes, more: bytes = b"") -> bytes:
 )
 async def test_a_guard_without_a_verdict(world: World, guard: StandInGuard, says: bytes, fail: Any) -> None:
     """Closed, the request is refused and no deployment asked; open, it goes on as it is; both are in the record and counted."""
-    world.sets(guards={"all": GuardSettings(url=guard.url, teams=["*"], fail=fail, timeout_ms=150 if not says else 5_000)})
+    world.sets(
+        guards={"all": GuardSettings(url=guard.url, teams=["*"], fail=fail, timeout_ms=150 if not says else 5_000)}
+    )
     guard.says = says
     reply = await world.ask("a secret")
     record = await world.record(reply)
@@ -276,11 +280,37 @@ async def test_answers_are_seen_on_each_surface(world: World, guard: StandInGuar
     asked = {"/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}}
     fields: dict[str, Any] = asked.get(path, {"prompt": "hi"} if path.endswith("completions") else {"input": "hi"})
     for is_stream in (False, True):
-        world.backends["plain"].plays(*(("the sec", "ret", Finish(), Tokens()) if is_stream else (Whole("the secret"),)))
+        world.backends["plain"].plays(
+            *(("the sec", "ret", Finish(), Tokens()) if is_stream else (Whole("the secret"),))
+        )
         reply = await world.ask(path=path, stream=is_stream, cache={"namespace": str(is_stream)}, **fields)
         assert reply.status == 200, reply.text
         assert "the [MASKED]" in reply.text
         assert "secret" not in reply.text
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_providers_own_response_is_seen(
+    world: World, guard: StandInGuard, is_stream: bool, is_kept: bool
+) -> None:
+    """One that no chat completion can say: its texts are replaced, fresh and from the cache, in the form that was asked for."""
+    sees_answers(world, guard)
+    said = {**TEXT, "content": [{**TEXT["content"][0], "text": "the secret"}]}
+    with run_responses_server() as server:
+        server.answer = response(SEARCH, said)
+        await world.connects("able", server.url)
+        asked = {"model": "able", "input": "north?", "tools": [{"type": "web_search"}], "store": is_kept}
+        body = json.dumps({**asked, "stream": is_stream}).encode()
+        replies = [await world.ask(path="/v1/responses", raw=body) for _ in range(2)]
+        assert len(server.seen) == 1
+    for reply in replies:
+        assert (reply.status, reply.is_stream) == (200, is_stream)
+        assert "the [MASKED]" in reply.text
+        assert "secret" not in reply.text
+        last = [line.removeprefix("data:") for line in reply.text.splitlines() if line.startswith("data:")][-1:]
+        whole = json.loads(last[0])["response"] if is_stream else reply.json
+        assert (whole["status"], whole["output"][-1]["content"][0]["text"]) == ("completed", "the [MASKED]")
 
 
 async def test_a_failing_deployment_is_replaced_before_the_verdict(world: World, guard: StandInGuard) -> None:

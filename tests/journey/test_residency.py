@@ -25,7 +25,10 @@ MODELS: dict[str, Any] = {
     "raced": {
         "policy": "cheapest",
         "hedge_cost_max": 1.0,
-        "deployments": [deployment("slow", **EU), deployment("other", usd=(2, 4), region="us-east-1", capabilities=["prefill"])],
+        "deployments": [
+            deployment("slow", **EU),
+            deployment("other", usd=(2, 4), region="us-east-1", capabilities=["prefill"]),
+        ],
     },
     "checked": {"verifier": "alone", "deployments": [deployment("eu3", usd=(100, 100), **EU)]},
 }
@@ -71,7 +74,9 @@ async def test_requests_go_where_the_rule_allows(world: World) -> None:
     reply = await world.ask(key=team.key)
     record = await world.record(reply)
     assert (record.answer.deployment, record.cache.store) == ("eu", "stored")
-    assert [one.reason for one in record.answer.rejected] == ["is in the region `us-east-1`, and the team's `regions` are eu"]
+    assert [one.reason for one in record.answer.rejected] == [
+        "is in the region `us-east-1`, and the team's `regions` are eu"
+    ]
     assert (await world.ask(key=team.key)).cache == "exact"
     fallback = await world.record(await world.ask(key=team.key, model="us-only"))
     assert (fallback.answer.deployment, fallback.answer.fallbacks[0].reason) == ("eu2", "residency_not_allowed")
