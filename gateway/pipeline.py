@@ -343,7 +343,7 @@ class Pipeline:
         is_hit_by_words = reply is not None and reply.flight is None and reply.looked.semantic.entry is not None
         if is_hit_by_words and self._learn is not None and reply is not None and identity is not None:
             self._learn(self._flight(reply.turn, identity, reply.alias, reply.looked), record)
-        self._emit(record, turn, ())
+        self._emit(record, self.guards.unseen(turn, identity), ())
 
     def emit(self, record: Record) -> None:
         """Count and log a request that asked for no generation."""

@@ -58,10 +58,11 @@ class Team:
         return Residency(self.regions, self.retention_days_max)
 
     @property
-    def rules(self) -> list[Any]:
+    def rules(self) -> tuple[Any, ...]:
         """Its rules on where requests go and what is kept; empty without one. They divide its cache."""
-        rules = [self.regions, self.retention_days_max, self.store_s_max]
-        return [] if rules == [None, None, None] else rules
+        if self.regions is None and self.retention_days_max is None and self.store_s_max is None:
+            return ()
+        return self.regions, self.retention_days_max, self.store_s_max
 
     def kept_s(self, seconds: int) -> int:
         """The seconds that something of its requests is kept, where the settings say `seconds`."""

@@ -124,15 +124,21 @@ class Guards:
 
     def hold(self, turn: Turn, identity: Identity, alias: Alias) -> bool:
         """Whether an answer's readers wait for a verdict on all of it: a chat, a completion, a message or a response."""
-        if (turn.kind.is_plain and turn.kind is not RESPONSE) or turn.arrival.operation == VERIFY:
-            return False
-        return bool(_guards_of(self._settings, alias, identity.team, is_after=True))
+        is_seen = (turn.kind is RESPONSE or not turn.kind.is_plain) and turn.arrival.operation != VERIFY
+        return bool(
+            self._settings.guards and is_seen and _guards_of(self._settings, alias, identity.team, is_after=True)
+        )
 
     def may_send(self, team: Team, alias: Alias, deployment: Deployment) -> bool:
         """Whether a text may go to `deployment` as it is, such as to count its tokens."""
         return not (
             _guards_of(self._settings, alias, team) or team.residency.objection(deployment.candidate(Demand(0, 0, 0)))
         )
+
+    def unseen(self, turn: Turn | None, identity: Identity | None) -> Turn | None:
+        """The turn of a request that ended before `admit`, if its texts may be logged all the same."""
+        is_kept = identity is not None and identity.team.store_s_max != 0
+        return turn if is_kept and not self._settings.guards else None
 
     def noting(self, emit: Emit) -> Emit:
         """`emit` with the looks of guards in each record, and with the texts that may be logged."""
@@ -148,9 +154,10 @@ class Guards:
 
     async def admit(self, turn: Turn, identity: Identity, alias: Alias) -> Turn:
         """`turn` by the rules of its team, with the texts that its guards leave. Raises GuardRefused, Unavailable."""
-        team, hooks = identity.team, self._of(alias, identity.team)
-        if not (hooks or team.rules):
+        team = identity.team
+        if not (self._settings.guards or team.rules):
             return turn
+        hooks = self._of(alias, team)
         note = self._notes[turn.arrival.request_id] = _Note()
         if team.rules:
             controls = turn.controls if team.store_s_max != 0 else replace(turn.controls, no_store=True)
@@ -254,15 +261,14 @@ def apart_of(settings: Settings, alias: Alias, team: Team, turn: Turn | None = N
     apart = None if turn is None or turn.native is None else turn.native.apart
     if turn is not None and turn.kind.is_plain:  # events and a whole answer are different bytes
         apart = f"{turn.kind.name} stream" if turn.is_stream else turn.kind.name
-    after = [(name, settings.guards[name]) for name in _guards_of(settings, alias, team, is_after=True)]
-    rules = [*team.rules, *([name, guard.url, guard.version] for name, guard in after)]
+    rules = team.rules
+    for name in _guards_of(settings, alias, team, is_after=True) if settings.guards else ():
+        rules += ([name, settings.guards[name].url, settings.guards[name].version],)
     return [apart, rules] if rules else apart
 
 
 def _guards_of(settings: Settings, alias: Alias, team: Team, *, is_after: bool = False) -> list[str]:
     """The alias's guard, then those of the team; `is_after`: those that see answers."""
-    if not settings.guards:
-        return []
     first, whose = alias.settings.guard, {team.name, "*"}
     names = [
         name

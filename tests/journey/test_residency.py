@@ -12,7 +12,7 @@ import pytest
 from policies import Candidate, Price
 from policies.routing import Residency
 from tests.services import RedisServer
-from tests.world import Finish, Tokens, World, broken, deployment, open_world, unavailable
+from tests.world import Finish, Tokens, World, broken, deployment, open_world, rejected
 
 EU: dict[str, Any] = {"region": "eu-west-1", "retention_days": 0, "capabilities": ["tools", "completions", "prefill"]}
 MODELS: dict[str, Any] = {
@@ -160,11 +160,11 @@ async def test_responses_are_kept_if_the_rule_allows_as_long(world: World, secon
 
 
 async def test_no_text_of_a_team_that_keeps_nothing_is_logged(world: World) -> None:
-    """Its turn and its answer do not come to the log, on a miss, a failure and a refusal; another team's do."""
+    """Its turn does not come to the log, on a miss, a failure and a refusal, however early; another team's does."""
     team = await world.team(store_s_max=0, regions=["eu"])
-    for model in ("mock", "alone"):
+    for model in ("mock", "alone", "nowhere"):
         await world.ask("quiet words", key=team.key, model=model)
-    world.backends["eu2"].plays(unavailable())
+    world.backends["eu2"].plays(rejected())
     await world.ask("quiet words", key=team.key, model="eu-only")
     world.backends["eu2"].plays("words", Finish(), Tokens())
     await world.ask("loud words")
