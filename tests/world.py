@@ -511,6 +511,11 @@ class Client:
     def goes_on(self) -> None:
         self._takes.set()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of a response has come."""
+        return bool(self._status)
+
     def leave(self) -> None:
         """Go away."""
         self._gone.set()

@@ -243,7 +243,7 @@ class Guards:
         swap = {old: new for old, new in swap.items() if new != old}
         outcome = {"": "failed", "BLOCKED": "refused"}.get(action) or ("replaced" if swap else "allowed")
         call = GuardCall(hook.name, is_after, outcome, round((time.perf_counter() - began) * 1000.0, 3))
-        self._notes[turn.arrival.request_id].calls.append(call)
+        self._notes.setdefault(turn.arrival.request_id, _Note()).calls.append(call)
         if verdict is None and hook.settings.fail == "closed":
             raise Unavailable(
                 f"The guard `{hook.name}` gave no verdict on the {stage}: try again later", code="guard_unavailable"

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from gateway.backends.anthropic.answer import MessageReader
 from gateway.journey.record import stages_of
 from gateway.settings import GuardSettings
 from gateway.telemetry.metrics import Metrics
 from gateway.transport.fetch import signed
+from gateway.wire.chunks import read
 from tests.guard import StandInGuard, guard_of
 from tests.journey.responses_server import SEARCH, TEXT, response, run_responses_server
 from tests.services import RedisServer
@@ -119,6 +122,14 @@ async def test_replaced_texts_are_the_key_of_the_cache(world: World) -> None:
     assert counted == ['sameway_guard_calls_total{guard="all",outcome="allowed",stage="before"} 1.0']
 
 
+async def test_the_log_has_what_the_guard_left(world: World) -> None:
+    """Of a replaced prompt the other text, fresh and as a hit; of one that was refused, or came to no guard, nothing."""
+    for content, model in (("a secret", "mock"), ("a secret", "mock"), ("forbidden", "mock"), ("a secret", "nowhere")):
+        await world.ask(content, model=model)
+    logged = [turn and turn.body["messages"][0]["content"] for turn in world.logged]
+    assert logged == ["a [MASKED]", "a [MASKED]", None, None]
+
+
 async def test_the_guard_of_an_alias_comes_before_that_of_the_team(world: World, guard: StandInGuard) -> None:
     """Each sees what the one before it left, who asks and for what; another alias has the team's alone."""
     record = await world.record(await world.ask("a secret", model="guarded"))
@@ -201,8 +212,13 @@ async def test_an_answer_waits_for_the_verdict(world: World, guard: StandInGuard
     guard.is_open.clear()
     client = world.begin("hi", stream=is_stream)
     await until(lambda: len(guard.looks) == 1)
+    assert world.backends["plain"].calls == []
     guard.is_open.set()
+    await world.backends["plain"].called()
+    guard.is_open.clear()
     await until(lambda: len(guard.looks) == 2)
+    assert not client.has_begun
+    guard.is_open.set()
     reply = await client.reply()
     await world.quiet()
     assert (reply.status, reply.content, reply.cache) == (200, "my [MASKED]", "miss")
@@ -287,6 +303,36 @@ async def test_answers_are_seen_on_each_surface(world: World, guard: StandInGuar
         assert reply.status == 200, reply.text
         assert "the [MASKED]" in reply.text
         assert "secret" not in reply.text
+
+
+@pytest.mark.parametrize("word", ["secret", "plain"])
+async def test_an_answer_of_anthropics_own_api_is_seen(world: World, guard: StandInGuard, word: str) -> None:
+    """Its thoughts and its tools' inputs are texts, too; what is replaced comes without signatures, what is allowed byte for byte."""
+    sees_answers(world, guard)
+    thought = {"type": "thinking", "thinking": f"a {word}", "signature": "c2ln"}
+    call = {"type": "tool_use", "id": "toolu_1", "name": "sh", "input": {"cmd": f"cat {word}"}}
+    message = {
+        "id": "msg_1", "type": "message", "role": "assistant", "model": "m", "stop_reason": "tool_use", "stop_sequence": None,
+        "content": [thought, {"type": "text", "text": f"the {word}"}, call], "usage": {"input_tokens": 3, "output_tokens": 4},
+    }  # fmt: skip
+    native = json.dumps(message).encode()
+    first, *others = [read(payload) for payload in MessageReader(1).whole(native) if payload != b"[DONE]"]
+    world.backends["claude"].plays(replace(first, native=native), *others)
+    asked = {
+        "path": "/v1/messages",
+        "model": "claude",
+        "max_tokens": 9,
+        "messages": [{"role": "user", "content": "hi"}],
+    }
+    for _ in range(2):
+        reply = await world.ask(**asked)
+        assert reply.status == 200, reply.text
+        assert "secret" not in reply.text
+        assert [one["type"] for one in reply.json["content"]][-2:] == ["text", "tool_use"]
+        if word == "plain":
+            assert reply.json["content"] == message["content"]
+        else:
+            assert reply.json["content"][-1]["input"] == {"cmd": "cat [MASKED]"}
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
