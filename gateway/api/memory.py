@@ -54,10 +54,12 @@ class Memory:
         self.conversations = store.conversations
         self._settings = settings
 
-    def is_kept(self, is_wanted: bool | None, team: Team) -> bool:
-        """Whether a response of `team` is kept; `is_wanted` is the request's `store` (OpenAI's
-        default: true).
+    def is_kept(self, is_wanted: bool | None, team: Team, alias: str = "") -> bool:
+        """Whether a response of `team` from `alias` is kept; `is_wanted` is the request's `store` (OpenAI's
+        default: true). One whose request is masked is not: a row would have the values.
         """
+        if self._settings.is_masked(alias, team.name):
+            return False
         return is_wanted is not False and self._settings.responses.store and team.is_store_enabled
 
     # -- conversations
