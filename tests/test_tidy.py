@@ -27,8 +27,8 @@ ROOMS = {
     "gateway": (
         "gateway", "__main__", "cli", "doctor", "console", "worker", "supervisor", "child_output", "reconcile", "app",
         "admin", "api", "batches", "alerts", "reload", "learning", "telemetry", "pipeline", "journey", "deployments", "backends",
-        "masking", "access", "accounts", "wire", "transport", "exceptions", "loggers", "control", "config_file", "data_dir", "weights", "settings",
-        "reserved", "extras", "version",
+        "masking", "access", "accounts", "wire", "transport", "exceptions", "loggers", "control", "config_file", "data_dir",
+        "weights", "settings", "reserved", "extras", "version",
     ),
     "cache": (
         "cache", "worker", "semantic", "verdicts", "decision", "encoder", "exact",
@@ -52,9 +52,9 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 3820, "gateway/access": 310, "gateway/accounts": 3120, "gateway/admin": 4170, "gateway/alerts": 384, "gateway/api": 4340,
-    "gateway/backends": 3140, "gateway/batches": 1210, "gateway/deployments": 1920, "gateway/journey": 3390,
-    "gateway/learning": 1580, "gateway/masking": 330, "gateway/reconcile": 610, "gateway/telemetry": 2220, "gateway/transport": 860,
+    "gateway": 3875, "gateway/access": 310, "gateway/accounts": 3120, "gateway/admin": 4170, "gateway/alerts": 384, "gateway/api": 4350,
+    "gateway/backends": 3140, "gateway/batches": 1210, "gateway/deployments": 1920, "gateway/journey": 3520,
+    "gateway/learning": 1580, "gateway/masking": 400, "gateway/reconcile": 610, "gateway/telemetry": 2230, "gateway/transport": 860,
     "gateway/wire": 2230, "cache": 1120, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1330,
     "cache/semantic": 1710, "cache/verdicts": 610, "cache/worker": 600, "policies": 2440, "local_engine": 2200,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,

@@ -42,6 +42,7 @@ class Masks:
         """`turn` with placeholders, and with its `vault` if it has any. Raises ApiError where that fails."""
         if turn.vault is not None or not self._settings.is_masked(alias.name, identity.team.name):
             return turn
+        # decision: masked-before-the-key
         try:
             return await self._masked(turn, partition_of(self._settings.secret, identity.team.id))
         except Exception as error:  # its message may hold a value
@@ -75,12 +76,15 @@ class Masks:
 
 def _applied(turn: Turn, native: Any, key: bytes, vault: Vault) -> Turn:
     """The turn, masked. `native` is the decoded body of its request to Anthropic's API."""
-    kind = (turn.body.get("response_format") or {}).get("type", "text")
-    vault.is_json = kind in ("json_object", "json_schema")
+    form, text = turn.body.get("response_format"), turn.body.get("text")
+    form = text.get("format") if form is None and isinstance(text, dict) else form
+    vault.is_json = isinstance(form, dict) and form.get("type") in ("json_object", "json_schema")
 
     def labelled(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: labelled(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [labelled(item) for item in value]
         if not isinstance(value, str) or Vault(vault.find).masked(value) == value:
             return value
         return f"masked-{blake2b(value.encode('utf-8', 'replace'), digest_size=8, key=key).hexdigest()}"

@@ -5,7 +5,8 @@ of the Responses and the Messages API. Invariant: the texts of a restored stream
 wherever the chunks cut it. Log probabilities keep the tokens that the model wrote.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,8 +20,10 @@ from gateway.wire.types import TOLD, Chunk
 
 _EVENTS = "text/event-stream"
 _JSON = frozenset({"arguments", "partial_json"})  # fields that hold JSON
-_KEPT = frozenset({"logprobs", "id", "type", "role", "signature", "encrypted_content", "obfuscation"})
-_NO_SCOPE = object()
+_KEPT = frozenset({"logprobs", "id", "type", "role", "signature", "encrypted_content", "obfuscation", "name"})
+
+
+_MAY_BEGIN = re.compile(rb"[<&\\]")  # a placeholder, however a server spells it
 
 
 class _Stream:
@@ -30,7 +33,7 @@ class _Stream:
 
     def __init__(self, vault: Vault) -> None:
         self._vault = vault
-        self._held: dict[Any, tuple[dict[str, Any], dict[Any, tuple[Any, Any, str]]]] = {}
+        self._held: dict[Any, tuple[dict[str, Any], dict[Any, _Tail]]] = {}
 
     @property
     def is_holding(self) -> bool:
@@ -58,84 +61,65 @@ class _Stream:
         return [msgspec.json.encode(_settled(payload, tails)) for payload, tails in waiting]
 
     def _fed(self, payload: dict[str, Any]) -> list[dict[str, Any]]:
-        streamed = list(_streamed(payload))
         choices = payload.get("choices")
         is_end = not choices or bool(choices[0].get("finish_reason"))
-        scope = choices[0].get("index") or 0 if choices else _NO_SCOPE if "choices" in payload else None
-        held = {(id(holder), name) for holder, name, *_ in streamed}
-        for holder, name in _texts(payload):
-            if (id(holder), name) not in held:
-                holder[name] = self._vault.restored(holder[name], is_json=_is_json(name, self._vault))
-        if scope is _NO_SCOPE or payload.get("type") in ("ping", "keepalive") or not (streamed or is_end):
+        scope = choices[0].get("index") or 0 if choices else None
+        streamed = _restore(payload, self._vault)
+        if choices == [] or payload.get("type") in ("ping", "keepalive") or not (streamed or is_end):
             return [payload]
-        ready, tails = [], dict[Any, tuple[Any, Any, str]]()
+        tails = dict[Any, _Tail]()
         before, waiting = self._held.pop(scope, ({}, {}))
-        for holder, name, channel, is_json in streamed:
-            raw = (waiting.pop(channel)[2] if channel in waiting else "") + holder[name]
-            head, tail = split(raw)
-            holder[name] = self._vault.restored(head, is_json=is_json or self._vault.is_json)
+        for holder, name, channel in streamed:
+            head, tail = split((waiting.pop(channel)[2] if channel in waiting else "") + holder[name])
+            is_json = _is_json(name, self._vault) or "arguments" in str(channel[0])
+            holder[name] = self._vault.restored(head, is_json=is_json)
             if tail:
                 tails[channel] = holder, name, tail
-        if before:
-            ready.append(_settled(before, waiting))
-        if tails and choices and is_end:
-            _settled(payload, tails)
-        elif tails:
+        ready = [_settled(before, waiting)] if before else []
+        if tails and not (choices and is_end):
             self._held[scope] = payload, tails
             return ready
-        return [*ready, payload]
+        return [*ready, _settled(payload, tails)]
 
 
-def _is_json(name: Any, vault: Vault) -> bool:
-    return name in _JSON or (vault.is_json and name in ("content", "text"))
+_Tail = tuple[Any, Any, str]
+"""Where a text is, and the beginning of a placeholder that it ended in."""
 
 
-def _settled(payload: dict[str, Any], tails: dict[Any, tuple[Any, Any, str]]) -> dict[str, Any]:
+def _settled(payload: dict[str, Any], tails: dict[Any, _Tail]) -> dict[str, Any]:
     """A payload with the ends of its texts, which began no placeholder."""
     for holder, name, tail in tails.values():
         holder[name] += tail
     return payload
 
 
-def _streamed(payload: dict[str, Any]) -> Iterator[tuple[Any, Any, Any, bool]]:
-    """The texts of a payload that the next one goes on with: where each is, its channel, and whether it is JSON."""
-    for choice in payload.get("choices") or ():
-        if isinstance(choice.get("text"), str) and "message" not in choice:
-            yield choice, "text", "text", False
-        yield from _within(choice.get("delta"), ())
-    delta = payload.get("delta")
-    if isinstance(delta, str):
-        channel = tuple(payload.get(name) for name in ("type", "item_id", "output_index", "content_index"))
-        yield payload, "delta", channel, "arguments" in str(channel[0])
-    else:
-        yield from _within(delta, (payload.get("index"),))
+def _is_json(name: Any, vault: Vault) -> bool:
+    return name in _JSON or (vault.is_json and name in ("content", "text"))
 
 
-def _within(value: Any, channel: tuple[Any, ...]) -> Iterator[tuple[Any, Any, Any, bool]]:
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    for name, item in items:
-        if name in _KEPT or name == "name":
-            continue
-        if isinstance(item, str):
-            yield value, name, (*channel, name), name in _JSON
-        else:
-            place = item.get("index", name) if isinstance(item, dict) else name
-            yield from _within(item, (*channel, place))
-
-
-def _texts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Where each text is that comes whole."""
-    for name, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-        if name in _KEPT or name == "delta":
-            continue
-        if isinstance(item, str):
-            yield value, name
-        elif isinstance(item, dict | list):
-            yield from _texts(item)
+def _restore(answer: Any, vault: Vault, *, is_whole: bool = False) -> list[tuple[Any, Any, Any]]:
+    """Restore the texts that come whole, in place. Returns where the others are, with which the next payload
+    goes on, each with its channel.
+    """
+    streamed: list[tuple[Any, Any, Any]] = []
+    head = () if is_whole else tuple([answer.get(name) for name in ("type", "item_id", "index", "content_index")])
+    values = [(answer, head, False)]
+    while values:
+        value, channel, is_delta = values.pop()
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if name in _KEPT:
+                continue
+            is_part = (
+                is_delta or name == "delta" or (name == "text" and channel[len(head) : len(head) + 1] == ("choices",))
+            )
+            if not isinstance(item, str):
+                place = item.get("index", name) if isinstance(item, dict) else name
+                values += [(item, (*channel, place), is_part)] if isinstance(item, dict | list) else []
+            elif is_part and not is_whole:
+                streamed.append((value, name, (*channel, name)))
+            else:
+                value[name] = vault.restored(item, is_json=_is_json(name, vault))
+    return streamed
 
 
 class Restorer:
@@ -164,6 +148,9 @@ class Restorer:
                 ready += [replace(chunk, data=b"".join(map(_framed, events)))] if events else []
             elif self._media:
                 ready.append(chunk)
+            elif not self.is_holding and not _MAY_BEGIN.search(chunk.data + chunk.native):
+                self._native_mark = TOLD if chunk.native else self._native_mark
+                ready.append(chunk)
             else:
                 if chunk.native not in (b"", TOLD):
                     ready += [Chunk(b"", native=event) for event in self._fed_native(chunk.native)]
@@ -190,14 +177,15 @@ class Restorer:
 
     def _whole(self, data: bytes) -> bytes:
         """A whole answer; one that is no JSON stays."""
+        if not _MAY_BEGIN.search(data):
+            return data
         try:
             answer = decoded(data)
         except UNREADABLE:
             return data
         if not isinstance(answer, dict | list):
             return data
-        for holder, name in _texts(answer):
-            holder[name] = self._vault.restored(holder[name], is_json=_is_json(name, self._vault))
+        _restore(answer, self._vault, is_whole=True)
         return msgspec.json.encode(answer)
 
 

@@ -211,3 +211,58 @@ async def test_calls_of_tools_and_metrics(open_a_world: OpenWorld) -> None:
     shown = metrics.render().decode()
     assert 'sameway_masked_values_total{model="mock"} 2.0' in shown
     assert 'sameway_odd_placeholders_total{model="mock",outcome="changed"} 1.0' in shown
+
+
+async def test_a_native_request_is_masked_as_well(open_a_world: OpenWorld) -> None:
+    """Anthropic's own request and events have placeholders on the way, and values for the client, in a call's input too."""
+    models = {"mock": {"mask": True, "deployments": [deployment("plain", capabilities=["messages", "tools"])]}}
+    world = await open_a_world(models=models)
+
+    def event(**fields: Any) -> Chunk:
+        return Chunk(b"", native=json.dumps(fields).encode())
+
+    head = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    message = {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "content": [],
+        "model": "m",
+        "usage": {"input_tokens": 3},
+    }
+    block = {"type": "tool_use", "id": "toolu_1", "name": "send", "input": {}}
+    deltas = [{"type": "input_json_delta", "partial_json": part} for part in ('{"to":"<EM', 'AIL_1>"}')]
+    stop = {"index": 0, "delta": {}, "finish_reason": "tool_calls"}
+    world.backends["plain"].plays(
+        Chunk(
+            json.dumps({**head, "choices": [{"index": 0, "delta": {"role": "assistant"}}]}).encode(),
+            native=json.dumps({"type": "message_start", "message": message}).encode(),
+        ),
+        event(type="content_block_start", index=0, content_block=block),
+        *(event(type="content_block_delta", index=0, delta=one) for one in deltas),
+        event(type="content_block_stop", index=0),
+        Chunk(
+            json.dumps({**head, "choices": [stop]}).encode(),
+            has_content=True,
+            finish_reasons=("tool_calls",),
+            native=json.dumps(
+                {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 2}}
+            ).encode(),
+        ),
+        event(type="message_stop"),
+    )
+    used = {"type": "tool_use", "id": "toolu_0", "name": "send", "input": {"to": EMAIL, "name": "x"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_0", "content": f"sent to {EMAIL}"}
+    said = [*_USER, {"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+    reply = await ask(world, "/v1/messages", messages=said, stream=True, tools=[{"name": "send", "input_schema": {}}])
+    (call,) = world.backends["plain"].calls
+    assert call.native is not None
+    given = json.loads(call.native.raw)["messages"]
+    assert given[1]["content"][0]["input"] == {"to": "<EMAIL_1>", "name": "x"}
+    assert given[2]["content"][0]["content"] == "sent to <EMAIL_1>"
+    shows_none((await kept(world)).decode())
+    told = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+    parts = [one["delta"]["partial_json"] for one in told if one["type"] == "content_block_delta"]
+    assert json.loads("".join(parts)) == {"to": EMAIL}
+    assert told[-1]["type"] == "message_stop"
+    assert [one["type"] for one in told].count("content_block_stop") == 1
