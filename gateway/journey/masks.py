@@ -54,16 +54,15 @@ class Masks:
 
     async def _masked(self, turn: Turn, key: bytes) -> Turn:
         if self._finder is None or self._made_of != self._settings.mask:
-            from gateway.masking.finder import Finder  # its libraries are an extra
-
-            self._made_of = self._settings.mask.model_copy()
-            self._finder = Finder(self._made_of)
+            made_of = self._settings.mask.model_copy()  # libraries and tables take 60 ms
+            self._made_of, self._finder = made_of, await asyncio.to_thread(_finder_of, made_of)
+        finder = self._finder
         native = None if turn.native is None else decoded(turn.native.raw)
         text = "\0".join(texts_of([turn.body, turn.marked, native, msgspec.structs.astuple(turn.labels)]))
         is_short = len(text) <= _ON_LOOP_CHARS_MAX
-        if not (self._finder.has_any(text) if is_short else await asyncio.to_thread(self._finder.has_any, text)):
+        if not (finder.has_any(text) if is_short else await asyncio.to_thread(finder.has_any, text)):
             return turn
-        applying = turn, native, key, Vault(self._finder.spans)
+        applying = turn, native, key, Vault(finder.spans)
         return _applied(*applying) if is_short else await asyncio.to_thread(_applied, *applying)
 
     def shown(self, turn: Turn | None, masked: Turn | None, identity: Identity | None) -> Turn | None:
@@ -72,6 +71,12 @@ class Masks:
             return masked or turn
         is_masked = self._settings.is_masked(turn.alias, identity.team.name)
         return replace(turn, body={}, labels=NO_LABELS) if is_masked else turn
+
+
+def _finder_of(settings: MaskSettings) -> Any:
+    from gateway.masking.finder import Finder  # its libraries are an extra
+
+    return Finder(settings)
 
 
 def _applied(turn: Turn, native: Any, key: bytes, vault: Vault) -> Turn:
