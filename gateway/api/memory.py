@@ -58,9 +58,10 @@ class Memory:
         """Whether a response of `team` from `alias` is kept; `is_wanted` is the request's `store` (OpenAI's
         default: true). One whose request is masked is not: a row would have the values.
         """
-        if self._settings.is_masked(alias, team.name):
-            return False
-        return is_wanted is not False and self._settings.responses.store and team.is_store_enabled
+        responses = self._settings.responses
+        is_allowed = team.is_store_enabled and team.kept_s(responses.retention_s) == responses.retention_s
+        is_allowed = is_allowed and not self._settings.is_masked(alias, team.name)
+        return is_wanted is not False and responses.store and is_allowed
 
     # -- conversations
 
