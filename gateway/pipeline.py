@@ -1,4 +1,4 @@
-"""The journey of a request, top to bottom. Read this file first.
+"""The journey of a request, top to bottom, which joins the four packages. Read this file first.
 
     authenticate(key)      1 authenticate, from memory, before a byte of the body is read; a key that
                              is not there is looked for in SQL, at a bounded rate
@@ -29,10 +29,6 @@ and 10 settles it. 5 sets the context that 6 and 10 use. What becomes of a reque
     undecided              6: a verifier is asked, if that pays, by a request of the gateway's own: it
                            has its own hold and record. Yes: a semantic hit; else a miss
     checked hit            10: as any hit; beside it a request of the gateway's own asks the same anew
-
-It joins the four packages and contains none of their decisions, no HTTP and no SQL. Invariants: a
-failure of the cache is a miss; money fails closed; only a complete answer is stored; every hold is
-settled or released; a broken answer is never shown as a finished one.
 """
 
 import asyncio
@@ -55,6 +51,7 @@ from gateway.journey.generation import Generation, generation_of
 from gateway.journey.guards import Emit, Guards, apart_of
 from gateway.journey.holds import Holds
 from gateway.journey.loops import LoopDetector
+from gateway.journey.masks import Masks
 from gateway.journey.outcomes import Looked, SemanticResult
 from gateway.journey.rate_limits import Headers, Limits
 from gateway.journey.record import Record
@@ -105,6 +102,7 @@ class Pipeline:
         self.verifier: AsksVerifier | None = None  # its questions are requests to this pipeline
         self.renew: Callable[[Turn, Identity, Alias, Looked], object] = lambda *_: None  # begins it, of a stale answer
         self._loops = LoopDetector()
+        self._masks = Masks(settings)
         self._answers = RecordedAnswers(settings.cache, exact, semantic, limits)
         self.bearers = bearers
         self._emit = self.guards.noting(emit)
@@ -158,6 +156,7 @@ class Pipeline:
         turn = await self.guards.admit(turn, identity, alias)
         if turn.demand.is_output_bound:
             turn = replace(turn, demand=alias.within_reach(turn.demand))
+        turn = self.guards.admitted(await self._masks.masked(turn, identity, alias), identity.team)
         digests = self._fingerprint(turn, identity, alias)
         loop = self._loops.seen(self.settings.loops, turn, identity, digests)
         looked = replace(await self._answers.look(turn, identity, alias, digests, taken), loop=loop)
@@ -167,7 +166,7 @@ class Pipeline:
             looked = await self.guards.vet_hit(turn, identity, alias, looked)
             return Reply(turn, alias, looked, looked_up_ms=turn.elapsed_ms())
         flight = self._join(turn, identity, alias, looked)
-        reader = flight.admit(turn.deadline, is_stream=turn.is_stream)
+        reader = flight.admit(turn.deadline, is_stream=turn.is_stream, vault=turn.vault)
         if reader.is_leader:
             flight.generation.exact_ms = looked_up_ms
             flight.take_off(self.generate(flight))
@@ -334,6 +333,7 @@ class Pipeline:
         """
         if reply is not None and reply.is_leading:
             return
+        turn = self._masks.shown(turn, reply.turn if reply is not None else None, identity)
         model = turn.alias if turn is not None else ""
         alias = reply.alias.name if reply is not None else self.fleet.configured(model)
         duration_ms = turn.elapsed_ms() if turn is not None else elapsed_ms_since(arrival.at_s)

@@ -468,6 +468,9 @@ class ModelSettings(_Section):
     """the verifier of this alias's answers; default: `cache.verifier`"""
     verify: Verify | None = None
     """in place of `cache.verify`; of the team's and this the stricter holds"""
+    mask: bool = False
+    """mask what `mask` names in this alias's requests, and in those of the aliases that have it as a
+    fallback; needs the extra `masking`"""
     output_tokens_default: int | None = Field(None, gt=0)
     """answer length budgets assume where a request sets none; default: the deployment's maximum,
     else 4096"""
@@ -591,6 +594,64 @@ class LoopSettings(_Section):
     requests_per_min_max: int = Field(10, ge=0, le=10_000)
     """more equal requests of one session than this within a minute are a loop, counted by each
     worker; 0: they are not counted"""
+
+
+_KIND = re.compile(r"[A-Z][A-Z0-9]{0,19}")
+_OWN_KINDS = frozenset({"CARD", "EMAIL", "IBAN", "PHONE", "KEY", "ID", "NUMBER", "DIGITS", "LITERAL"})
+
+
+class MaskSettings(_Section):
+    teams: list[str] = []
+    """teams, by name, whose requests are masked whatever they ask for; see also `mask` of a model
+    (needs the extra `masking`)"""
+    kinds: list[Literal["cards", "emails", "ibans", "keys", "phones"]] = ["cards", "emails", "ibans", "keys", "phones"]
+    """what is masked: `cards` with a right check digit (Luhn), `emails`, `ibans` with a right check
+    (mod 97), `keys` and tokens by their prefixes, `phones` that can exist"""
+    regions: list[Annotated[str, Field(pattern=r"^[A-Z]{2}$")]] = Field([], max_length=10)
+    """countries, such as DE, whose phone numbers are found without `+` and country code"""
+    ids: list[Annotated[str, Field(pattern=r"^[a-z]{2}\.[a-z0-9_]+$")]] = Field([], max_length=20)
+    """national ids whose check digits are right, by python-stdnum's names, such as `es.dni`,
+    `de.idnr`, `nl.bsn`"""
+    patterns: dict[str, Annotated[str, Field(min_length=1, max_length=1_000)]] = {}
+    """your own patterns in RE2's syntax, by the kind that their placeholders show, such as
+    `ORDER: "ORD-[0-9]{8}"`"""
+    lists: dict[str, Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]] = {}
+    """lists of words and names, by their kind, such as `CUSTOMER: [Acme, Globex]`; whole words, in any
+    case"""
+
+    @model_validator(mode="after")
+    def _is_usable(self) -> "MaskSettings":
+        """Raises ValueError for a kind, an id or a pattern that cannot be used."""
+        names = [*self.patterns, *self.lists]
+        wrong = [
+            f"found the kind {name!r}, expected up to 20 capitals and digits, and none of {sorted(_OWN_KINDS)}"
+            for name in names
+            if not _KIND.fullmatch(name) or name in _OWN_KINDS
+        ]
+        wrong += [f"found {name!r} among `patterns` and among `lists`" for name in self.patterns.keys() & self.lists]
+        if self.patterns or self.ids:
+            wrong += _unusable(self.patterns, self.ids)
+        _refuse(wrong)
+        return self
+
+
+def _unusable(patterns: Mapping[str, str], ids: Iterable[str]) -> list[str]:
+    """What is wrong with patterns, by their kinds, and with names of national ids."""
+    if remedy := lacks("masking"):
+        return [f"found `patterns` or `ids` without their libraries: {remedy}"]
+    import re2  # an extra
+    import stdnum
+
+    wrong, options = [], re2.Options()
+    options.log_errors = False
+    for kind, source in patterns.items():
+        try:
+            if re2.compile(source, options).search("") is not None:
+                wrong.append(f"patterns.{kind}: it matches an empty text, expected a pattern of one character or more")
+        except re2.error as error:
+            wrong.append(f"patterns.{kind}: {error.args[0].decode()}, expected RE2's syntax, which takes linear time")
+    wrong += [f"ids: python-stdnum has no {name!r}" for name in ids if stdnum.get_cc_module(*name.split(".")) is None]
+    return wrong
 
 
 class GuardSettings(_Section):
@@ -900,6 +961,7 @@ class Settings(_Section):
     cache: CacheSettings = CacheSettings()
     budgets: BudgetSettings = BudgetSettings()
     loops: LoopSettings = LoopSettings()
+    mask: MaskSettings = MaskSettings()
     guards: dict[str, GuardSettings] = {}
     """services that see texts before anything else does"""
     alerts: AlertSettings = AlertSettings()
@@ -993,6 +1055,9 @@ class Settings(_Section):
         wrong += self._wrong_fallbacks()
         wrong += self._wrong_webhook()
         wrong += self._wrong_verifiers()
+        is_any = self.mask.teams or any(model.mask for model in self.models.values())
+        if is_any and (remedy := lacks("masking")):
+            wrong.append(f"mask: found requests to mask without the libraries: {remedy}")
         _refuse(wrong)
         return self
 
@@ -1002,6 +1067,15 @@ class Settings(_Section):
         verifier = (model.verifier if model is not None else None) or self.cache.verifier
         of_alias = model.verify if model is not None else None
         return effective(verifier, self.cache.verify, of_alias, of_team, of_request)
+
+    def is_masked(self, alias: str, team: str) -> bool:
+        """Whether requests of `team` for `alias`, a configured name or one that a pattern takes, are masked."""
+        if team in self.mask.teams:
+            return True
+        model = self.models.get(alias) or next(
+            (one for name, one in self.models.items() if is_pattern(name) and alias.startswith(name[:-1])), None
+        )
+        return model is not None and (model.mask or any(self.is_masked(name, team) for name in model.fallbacks))
 
     def _wrong_verifiers(self) -> list[str]:
         """An error for each verifier that is no alias, and for each mode that needs a verifier and has none."""

@@ -27,8 +27,8 @@ ROOMS = {
     "gateway": (
         "gateway", "__main__", "cli", "doctor", "console", "worker", "supervisor", "child_output", "reconcile", "app",
         "admin", "api", "batches", "alerts", "reload", "learning", "telemetry", "pipeline", "journey", "deployments", "backends",
-        "access", "accounts", "wire", "transport", "exceptions", "loggers", "control", "config_file", "data_dir", "weights", "settings",
-        "reserved", "extras", "version",
+        "masking", "access", "accounts", "wire", "transport", "exceptions", "loggers", "control", "config_file", "data_dir",
+        "weights", "settings", "reserved", "extras", "version",
     ),
     "cache": (
         "cache", "worker", "semantic", "verdicts", "decision", "encoder", "exact",
@@ -52,9 +52,9 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 3850, "gateway/access": 310, "gateway/accounts": 3140, "gateway/admin": 4190, "gateway/alerts": 384, "gateway/api": 4350,
-    "gateway/backends": 3140, "gateway/batches": 1220, "gateway/deployments": 1930, "gateway/journey": 3640,
-    "gateway/learning": 1580, "gateway/reconcile": 610, "gateway/telemetry": 2230, "gateway/transport": 870,
+    "gateway": 3905, "gateway/access": 310, "gateway/accounts": 3140, "gateway/admin": 4190, "gateway/alerts": 384, "gateway/api": 4370,
+    "gateway/backends": 3140, "gateway/batches": 1220, "gateway/deployments": 1930, "gateway/journey": 3780,
+    "gateway/learning": 1580, "gateway/masking": 400, "gateway/reconcile": 610, "gateway/telemetry": 2240, "gateway/transport": 870,
     "gateway/wire": 2270, "cache": 1120, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1330,
     "cache/semantic": 1710, "cache/verdicts": 610, "cache/worker": 600, "policies": 2460, "local_engine": 2200,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,

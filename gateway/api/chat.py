@@ -185,7 +185,7 @@ class AnswerEndpoint:
     async def _whole(self, renderer: Renderer, reply: Reply, send: asgi.Send) -> None:
         """Send all chunks at once. Any error is an error response, because no byte has left yet."""
         chunks = await reply.reader.whole() if reply.reader is not None else []
-        body = renderer.whole(chunks, reply.served)
+        body = renderer.whole(chunks, reply.shown)
         if renderer.is_kept:
             await renderer.keep()
         first = media_headers(reply.media if reply.turn.kind.is_plain else "")
@@ -201,8 +201,9 @@ class AnswerEndpoint:
         status = reply.reader.status if reply.reader is not None else 200
         start = {"type": "http.response.start", "status": status, "headers": [*first, *answer_headers(reply)]}
         if (reader := reply.reader) is None:
-            assert reply.looked.entry is not None
-            body = renderer.replay(reply.looked.entry)
+            entry = reply.shown
+            assert entry is not None
+            body = renderer.replay(entry)
             if renderer.is_kept:
                 await renderer.keep()
             await send(start)

@@ -157,20 +157,22 @@ class Guards:
         team = identity.team
         if not (self._settings.guards or team.rules):
             return turn
-        hooks = self._of(alias, team)
-        note = self._notes[turn.arrival.request_id] = _Note()
+        self._notes[turn.arrival.request_id] = _Note()
         if team.rules:
             controls = turn.controls if team.store_s_max != 0 else replace(turn.controls, no_store=True)
             turn = replace(turn, controls=controls, demand=replace(turn.demand, residency=team.residency))
-        if turn.is_guarded or turn.arrival.operation == VERIFY:  # a question has texts that were seen
-            hooks = []
-        for hook in hooks:
+        is_seen = turn.is_guarded or turn.arrival.operation == VERIFY  # a question has texts that were seen
+        for hook in [] if is_seen else self._of(alias, team):
             native = None if turn.native is None else msgspec.json.decode(turn.native.raw)
             swap = await self._look(hook, turn, identity, alias, texts_in(turn.body) | texts_in(native))
             if swap:
                 turn = _with_texts(turn, native, swap)
-        turn = replace(turn, is_guarded=True)
-        note.turn = turn if team.store_s_max != 0 else None
+        return replace(turn, is_guarded=True)
+
+    def admitted(self, turn: Turn, team: Team) -> Turn:
+        """`turn`, whose texts may be logged as its guards and its mask left them."""
+        if (note := self._notes.get(turn.arrival.request_id)) is not None and team.store_s_max != 0:
+            note.turn = turn
         return turn
 
     async def vet(self, flight: Flight, error: ApiError | None) -> None:

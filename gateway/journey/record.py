@@ -45,6 +45,9 @@ class RequestFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str = msgspec.field(default="", name="asked")
     is_stream: bool = False
     loop: str = ""  # that it is part of: repeated_tool_calls | repeated_requests
+    masked: int = 0  # values that were masked
+    changed: int = msgspec.field(default=0, name="placeholders_changed")  # that came back in another form
+    unknown: int = msgspec.field(default=0, name="placeholders_unknown")  # in the answer, of no value of it
     guards: tuple[GuardCall, ...] = ()
     # as in rows of the ledger; in no log
     user: str = ""

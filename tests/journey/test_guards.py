@@ -378,3 +378,23 @@ async def test_tokens_are_not_counted_elsewhere_before_a_guard_saw_the_texts(wor
     )
     assert reply.json["input_tokens"] > 0
     assert world.backends["claude"].calls == []
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_guard_sees_values_before_they_are_masked(
+    redis_server: RedisServer, tmp_path: Path, guard: StandInGuard, is_stream: bool
+) -> None:
+    """A guard gets a request's own texts, and an answer's with placeholders; its client gets the values, from a hit as well."""
+    models = {"mock": {"mask": True, "deployments": [deployment("plain")]}}
+    guards = {"all": {"url": guard.url, "teams": ["*"], "is_after": True}}
+    async with open_world(redis_server, tmp_path, models=models, guards=guards) as world:
+        world.backends["plain"].plays("To <EMA", "IL_1>: done", Finish(), Tokens())
+        for source in ("miss", "exact"):
+            reply = await world.ask("a secret for alice@example.com", stream=is_stream)
+            assert (reply.cache, reply.content) == (source, "To alice@example.com: done")
+        (call,) = world.backends["plain"].calls
+        assert call.body["messages"][0]["content"] == "a [MASKED] for <EMAIL_1>"
+        assert (guard.texts()[0], guard.texts("response")[0]) == (
+            ["a secret for alice@example.com"],
+            ["To <EMAIL_1>: done"],
+        )
