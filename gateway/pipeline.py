@@ -66,7 +66,7 @@ from gateway.journey.turn import Arrival, Ended, Turn, elapsed_ms_since
 from gateway.loggers import get_logger
 from gateway.settings import Settings
 from gateway.transport.eager import Eager
-from gateway.wire.errors import ApiError, BadRequest, NotCached, Unauthenticated
+from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated
 from gateway.wire.types import Chunk
 
 _log = get_logger()
@@ -123,16 +123,24 @@ class Pipeline:
         while self.generating:
             await asyncio.wait(self.generating)
 
-    async def authenticate(self, key: str | None) -> Identity:
-        """1. The identity of a key or token, without awaiting if it is a known key. Raises ApiError."""
+    async def authenticate(self, key: str | None, client: Sequence[Any] | None) -> Identity:
+        """1. The identity of a key or token, without awaiting if it is a known key. `client` is the scope's address
+        and port. Raises ApiError.
+        """
         identity = self.accounts.identify(key) if key else None
         if identity is None and key:
             identity = await self.bearers.identify(key) or await self.accounts.find(key)
         if identity is None:
             raise Unauthenticated(
-                "Incorrect API key provided"
+                self.accounts.why_not(key) or "Incorrect API key provided"
                 if key
                 else "No API key provided: send it as `Authorization: Bearer ...`, `api-key` or `x-api-key`"
+            )
+        if identity.networks and not identity.is_taken_from(address := client[0] if client else ""):
+            raise Forbidden(
+                f"This API key is not taken from {address or 'here'}: its `addresses` have another network. Send the "
+                "request from there, or ask whoever made the key",
+                code="address_not_allowed",
             )
         return identity
 

@@ -67,9 +67,12 @@ def roles_of(groups: Iterable[str], access: AccessSettings, team_ids: Mapping[st
 
 
 class _Seen(msgspec.Struct):
-    """A token that was taken: until when, its caller, and the settings of then, which no change keeps."""
+    """A token that was taken: until when, its `sub`, `sid` and `iat`, its caller, and the settings of then, which no
+    change keeps.
+    """
 
     until_s: float
+    claims: dict[str, Any]
     user: str
     team_id: int
     groups: dict[str, GroupSettings]
@@ -105,6 +108,7 @@ class Bearers:
             self._seen[key] = seen
         of_team = await self._of_team(seen.team_id)
         if seen.identity.key is not of_team.key:  # the accounts have changed
+            self._check_is_in(seen.user, seen.claims)
             seen.identity = Identity(of_team.key, of_team.team, of_team.budgets, seen.user)
         return seen.identity
 
@@ -122,6 +126,7 @@ class Bearers:
                 if value not in (said if isinstance(said, list) else [said]):
                     raise TokenRefused(f"its `{name}` is not the required one")
             user, groups = name_of(claims, access), groups_of(claims, access)
+            self._check_is_in(user, claims)
         except TokenRefused as error:
             _log.info("token_refused", reason=str(error))
             raise Unauthenticated(f"The token is not taken: {error}") from None
@@ -132,8 +137,19 @@ class Bearers:
         if not names:
             raise NoTeam("The token's groups have no team here: ask whoever runs this gateway for one")
         of_team = await self._of_team(team_ids[names[0]])
+        self._accounts.saw(user)
         identity = Identity(of_team.key, of_team.team, of_team.budgets, user)
-        return _Seen(until_s, user, of_team.team.id, access.groups, identity)
+        named = {name: claims.get(name) for name in ("sub", "sid", "iat")}
+        return _Seen(until_s, named, user, of_team.team.id, access.groups, identity)
+
+    def _check_is_in(self, user: str, claims: Mapping[str, Any]) -> None:
+        """Refuse a token of who is disabled, or was logged out since. Raises Unauthenticated."""
+        if self._accounts.persons.is_disabled(user):
+            raise Unauthenticated(f"{user} is disabled here: ask whoever runs this gateway")
+        if self._accounts.persons.is_ended(claims):
+            raise Unauthenticated(
+                "The token is not taken: its person was logged out at the provider. Sign in again there"
+            )
 
     async def _of_team(self, team_id: int) -> Identity:
         """What all people of a team have in common. Raises Unauthenticated."""

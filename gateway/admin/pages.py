@@ -349,7 +349,8 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     @router.get("/audit")
     async def audit(request: Request, cursor: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None) -> Response:
         page = await cache_views.audit(parts, cursor, _AUDIT_PER_PAGE)
-        return pages.render(request, "audit.html", rows=page["rows"], older=page["cursor"])
+        days = parts.settings.access.audit_days
+        return pages.render(request, "audit.html", rows=page["rows"], older=page["cursor"], kept_days=days)
 
     async def render_me(request: Request, status: int = 200, **form: Any) -> Response:
         mine = await teams.me(parts, principal_of(request))
@@ -359,9 +360,13 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     async def me(request: Request) -> Response:
         return await render_me(request)
 
+    async def render_sessions(request: Request, status: int = 200, **form: Any) -> Response:
+        listed, people = await teams.list_sessions(parts), (await teams.list_people(parts)).people
+        return pages.render(request, "sessions.html", status, sessions=listed.sessions, people=people, **form)
+
     @router.get("/sessions")
     async def sessions(request: Request) -> Response:
-        listed = await teams.list_sessions(parts)
-        return pages.render(request, "sessions.html", sessions=listed.sessions)
+        return await render_sessions(request)
 
-    return {"cache": render_cache, "answer": render_answer, "models": render_models, "me": render_me}
+    renders = {"cache": render_cache, "answer": render_answer, "models": render_models, "me": render_me}
+    return {**renders, "sessions": render_sessions}

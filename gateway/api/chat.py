@@ -143,7 +143,9 @@ class AnswerEndpoint:
         try:
             # decision: auth-before-body
             identity = (
-                caller.identity if caller is not None else await self._pipeline.authenticate(asgi.key_of(headers))
+                caller.identity
+                if caller is not None
+                else await self._pipeline.authenticate(asgi.key_of(headers), scope.get("client"))
             )
             body = self._pipeline.bodies.of(receive, headers, identity)
             turn, renderer = await self.read(Call(identity, arrival, headers, scope, body=body, send=send))
