@@ -26,20 +26,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-NOUNS = (
-    "teams",
-    "keys",
-    "budgets",
-    "spend",
-    "ledger",
-    "requests",
-    "cache",
-    "deployments",
-    "hosts",
-    "batches",
-    "people",
-    "audit",
-)
+NOUNS = ("teams", "keys", "budgets", "spend", "ledger", "requests", "cache", "deployments", "hosts", "batches", "people",
+         "audit")  # fmt: skip
 USAGE = "[VERB] [ID] [--FIELD VALUE ...] [--json] [--url URL] [--help]"
 _OTHERS = {"spend": ("ledger", "sums"), "requests": ("routes", "list")}
 _VERBS = {"GET": "show", "PATCH": "update", "DELETE": "delete", "POST": "act"}

@@ -42,7 +42,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from cache import ExactCache, Fingerprint, fingerprint
-from gateway.access.people import Bearers
+from gateway.access.people import Bearers, check_address
 from gateway.accounts import Identity, partition_of
 from gateway.accounts.accounts import Accounts
 from gateway.deployments.alias import Alias
@@ -66,7 +66,7 @@ from gateway.journey.turn import Arrival, Ended, Turn, elapsed_ms_since
 from gateway.loggers import get_logger
 from gateway.settings import Settings
 from gateway.transport.eager import Eager
-from gateway.wire.errors import ApiError, BadRequest, Forbidden, NotCached, Unauthenticated
+from gateway.wire.errors import ApiError, BadRequest, NotCached, Unauthenticated
 from gateway.wire.types import Chunk
 
 _log = get_logger()
@@ -124,24 +124,14 @@ class Pipeline:
             await asyncio.wait(self.generating)
 
     async def authenticate(self, key: str | None, client: Sequence[Any] | None) -> Identity:
-        """1. The identity of a key or token, without awaiting if it is a known key. `client` is the scope's address
-        and port. Raises ApiError.
-        """
+        """1. The identity of a key or token of the scope's `client`; a known key awaits nothing. Raises ApiError."""
         identity = self.accounts.identify(key) if key else None
         if identity is None and key:
             identity = await self.bearers.identify(key) or await self.accounts.find(key)
         if identity is None:
-            raise Unauthenticated(
-                self.accounts.why_not(key) or "Incorrect API key provided"
-                if key
-                else "No API key provided: send it as `Authorization: Bearer ...`, `api-key` or `x-api-key`"
-            )
-        if identity.networks and not identity.is_taken_from(address := client[0] if client else ""):
-            raise Forbidden(
-                f"This API key is not taken from {address or 'here'}: its `addresses` have another network. Send the "
-                "request from there, or ask whoever made the key",
-                code="address_not_allowed",
-            )
+            raise Unauthenticated(self.accounts.why_not(key))
+        if identity.networks:
+            check_address(identity, client[0] if client else "")
         return identity
 
     # -- answer: 2 to 5 ----------------------------------------------------------------------------

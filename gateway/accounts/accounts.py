@@ -118,12 +118,15 @@ class Accounts:
         self._used_at_s[identity.key.id] = now_s
         return identity
 
-    def why_not(self, bearer: str) -> str:
-        """Why a key of the snapshot does not work now; empty for another."""
-        identity, now_s = self._identities.get(digest(bearer)), self._clock()
-        if identity is None:
-            return ""
-        return self.persons.why_stopped(identity.key.owner, now_s) or "This API key has expired"
+    def why_not(self, bearer: str | None) -> str:
+        """Why a key is not taken now."""
+        if not bearer:
+            return "No API key provided: send it as `Authorization: Bearer ...`, `api-key` or `x-api-key`"
+        if (identity := self._identities.get(digest(bearer))) is None:
+            return (
+                "Incorrect API key provided: it is unknown, revoked or expired; `/admin` and `sameway keys` make keys"
+            )
+        return self.persons.why_stopped(identity.key.owner, self._clock()) or "This API key has expired"
 
     def people(self, team_id: int) -> Identity | None:
         """What the people of a team have in common, from memory; None like `identify`, and where no one came yet."""
@@ -221,7 +224,7 @@ class Accounts:
                         if key.old_digest is not None and key.old_until_s is not None:
                             until_s = min(key.old_until_s, key.expires_at_s or key.old_until_s)
                             identities[key.old_digest] = Identity(replace(key, expires_at_s=until_s), *more)
-                persons = {one.name: one async for one in _read(connection, schema.people, _person)}
+                persons = {person.name: person async for person in _read(connection, schema.people, _person)}
                 ended = {row.name: row.at_s async for row in _read(connection, schema.ended_tokens, _as_it_is)}
                 acts = [(row.entry, row.action) for row in await connection.execute(latest_uses())]
             self._identities = identities

@@ -48,6 +48,7 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
     router = APIRouter(prefix="/admin", route_class=page_route(pages, parts.guard), include_in_schema=False)
     _add_history(router, parts, pages)
     renders = _add_overview(router, parts, pages) | _add_teams(router, parts, pages) | _add_cache(router, parts, pages)
+    renders |= _add_people(router, parts, pages)
     add_forms(router, parts, renders)
     add_doors(router, parts, pages)
 
@@ -352,6 +353,10 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
         days = parts.settings.access.audit_days
         return pages.render(request, "audit.html", rows=page["rows"], older=page["cursor"], kept_days=days)
 
+    return {"cache": render_cache, "answer": render_answer, "models": render_models}
+
+
+def _add_people(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
     async def render_me(request: Request, status: int = 200, **form: Any) -> Response:
         mine = await teams.me(parts, principal_of(request))
         return pages.render(request, "me.html", status, me=mine, models=parts.settings.names, **form)
@@ -368,5 +373,4 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     async def sessions(request: Request) -> Response:
         return await render_sessions(request)
 
-    renders = {"cache": render_cache, "answer": render_answer, "models": render_models, "me": render_me}
-    return {**renders, "sessions": render_sessions}
+    return {"me": render_me, "sessions": render_sessions}

@@ -153,10 +153,10 @@ def _limits_of(identity: Identity, requests: int | None, tokens: int | None) -> 
     """Every limit of the key, or of the person with a token, and of the team, in the units that are taken."""
     key, team = identity.key, identity.team
     scope = scope_of(team.id)
-    own = f"person:{key.id}:{identity.user}" if identity.user else f"key:{key.id}"
+    caller = f"person:{key.id}:{identity.user}" if identity.user else f"key:{key.id}"
     limits = (
-        (own, "requests", key.requests_per_min, requests),
-        (own, "tokens", key.tokens_per_min, tokens),
+        (caller, "requests", key.requests_per_min, requests),
+        (caller, "tokens", key.tokens_per_min, tokens),
         (scope, "requests", team.requests_per_min, requests),
         (scope, "tokens", team.tokens_per_min, tokens),
     )

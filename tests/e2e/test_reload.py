@@ -323,15 +323,14 @@ def test_people_s_tokens_are_taken_and_end_in_every_worker(changing: Changing) -
     """With `access` in the file a JWT is a caller of its team, until its person is logged out at the provider or disabled here:
     both workers refuse it within a second; a newer token of who was logged out is taken, one of who is disabled is not.
     """
-    began = threading.Event()
+    began, ended = threading.Event(), threading.Event()
     providers: list[StandInProvider] = []
 
     async def serve() -> None:
         async with provider_of(time.time) as provider:
             providers.append(provider)
             began.set()
-            while providers:
-                await asyncio.sleep(0.05)
+            await asyncio.to_thread(ended.wait)
 
     serving = threading.Thread(target=asyncio.run, args=(serve(),))
     serving.start()
@@ -369,6 +368,6 @@ def test_people_s_tokens_are_taken_and_end_in_every_worker(changing: Changing) -
         changing.gateway.admin("POST", "/people/enable", json={"name": "alice"})
         wait_for(lambda: statuses(second) == {200}, 1.0)
     finally:
-        providers.clear()
+        ended.set()
         serving.join()
         changing.takes()
