@@ -1,6 +1,7 @@
 """People whom the OpenID provider vouches for: when last, who is disabled here, and whose tokens it has ended.
 
-Values alone, of a snapshot of the database; no SQL. Invariants: a person who is disabled is out until
+Values alone, of the accounts' snapshot, since what changes it is seen by all workers and hosts at once, as a
+revoked key is; no SQL. Invariants: a person who is disabled is out until
 an operator lets them in; an end counts for what the provider issued up to that moment. Source: OpenID
 Connect Back-Channel Logout 1.0, section 2.4.
 """
