@@ -1,4 +1,4 @@
-"""People whom the OpenID provider vouches for: when last, who is disabled here, and whose tokens it has ended.
+"""People that the OpenID provider vouches for: when last, who is disabled here, and whose tokens it has ended.
 
 Values alone, of the accounts' snapshot, since what changes it is seen by all workers and hosts at once, as a
 revoked key is; no SQL. Invariants: a person who is disabled is out until

@@ -134,7 +134,7 @@ sessions = _table(
     sa.Column("groups", sa.JSON, nullable=False, server_default="[]"),
 )
 
-# People whom the identity provider vouched for, by their names here.
+# People that the identity provider vouched for, by their names here.
 people = _table(
     "people",
     *_key(name=sa.Text),

@@ -97,9 +97,15 @@ def price(microusd_per_mtok: int) -> str:
 
 def changes(text: str) -> list[tuple[str, str | None, str | None]]:
     """The change of a row of the audit log: each field's name in words, and its values before and after in the unit
-    that the field's name ends in; None: there is none.
+    that the field's name ends in; None: there is none. What is new and says nothing is left out.
     """
-    return [_change(name, *pair) for name, pair in json.loads(text or "{}").items()]
+    pairs = json.loads(text or "{}").items()
+    return [_change(name, old, new) for name, (old, new) in pairs if old is not None or new or _says(name, new)]
+
+
+def _says(name: str, value: Any) -> bool:
+    """Whether a value that is nothing says something: a switch that is off, a limit of 0."""
+    return value is False or (value == 0 and name.startswith("limit"))
 
 
 def _change(name: str, before: Any, after: Any) -> tuple[str, str | None, str | None]:
@@ -112,7 +118,7 @@ def _in_unit(value: Any, name: str) -> str | None:
     """A value as people read it, by the unit that its name ends in."""
     if isinstance(value, dict):
         shown = {part: _in_unit(one, part) for part, one in value.items() if one is not None}
-        return "; ".join(f"{_change(part, None, None)[0]}: {one}" for part, one in shown.items())
+        return "; ".join(f"{_change(part, None, None)[0]}: {one}" for part, one in shown.items()) or None
     if value is None or isinstance(value, list | str):
         return value if value is None else (value if isinstance(value, str) else ", ".join(map(str, value))) or NOTHING
     if isinstance(value, bool):

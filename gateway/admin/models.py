@@ -297,7 +297,7 @@ class PersonIn(_In):
 
 
 class PersonOut(_Out):
-    """A person whom the provider vouched for: here, a sign-in or a new token, exact to a day."""
+    """A person that the provider vouched for: here, a sign-in or a new token, exact to a day."""
 
     name: str
     seen_at_s: float
