@@ -37,6 +37,7 @@ _ROUTES_PER_PAGE = 50
 _LEDGER_PER_PAGE = 50
 _SUMS_PER_PAGE = 200
 _AUDIT_PER_PAGE = 100
+_PEOPLE_SHOWN = 200
 _TEAMS_PER_PAGE = 100
 _LATEST = 6
 _SPANS = {"1": "today", "7": "7 days", "30": "30 days", "90": "90 days", "365": "a year"}
@@ -367,7 +368,9 @@ def _add_people(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str,
 
     async def render_sessions(request: Request, status: int = 200, **form: Any) -> Response:
         listed, people = await teams.list_sessions(parts), (await teams.list_people(parts)).people
-        return pages.render(request, "sessions.html", status, sessions=listed.sessions, people=people, **form)
+        first = sorted(people, key=lambda one: (not one.is_disabled, -one.keys))[:_PEOPLE_SHOWN]
+        shown = {"sessions": listed.sessions, "people": first, "more": len(people) - len(first)}
+        return pages.render(request, "sessions.html", status, **shown, **form)
 
     @router.get("/sessions")
     async def sessions(request: Request) -> Response:
