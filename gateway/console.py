@@ -262,7 +262,7 @@ def _cells(fields: dict[str, Any], before: str = "") -> dict[str, str]:
             cells |= _cells(value, f"{name}.")
         elif is_number and name.endswith("microusd"):
             cells[f"{name.removesuffix('microusd')}usd"] = f"{value / 1e6:.6f}".rstrip("0").rstrip(".")
-        elif is_number and name.endswith(("at_s", "at_ms")):
+        elif is_number and name.endswith(("at_s", "at_ms", "until_s")):
             at, _, unit = name.rpartition("_")
             cells[at] = f"{datetime.fromtimestamp(value / (1000 if unit == 'ms' else 1), UTC):%Y-%m-%d %H:%M:%S}"
         elif isinstance(value, list) and value and isinstance(value[0], dict):

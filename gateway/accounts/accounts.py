@@ -126,7 +126,10 @@ class Accounts:
             return (
                 "Incorrect API key provided: it is unknown, revoked or expired; `/admin` and `sameway keys` make keys"
             )
-        return self.persons.why_stopped(identity.key.owner, self._clock()) or "This API key has expired"
+        return (
+            self.persons.why_stopped(identity.key.owner, self._clock())
+            or "This API key has expired, or another secret took its place"
+        )
 
     def people(self, team_id: int) -> Identity | None:
         """What the people of a team have in common, from memory; None like `identify`, and where no one came yet."""
