@@ -56,6 +56,8 @@ teams = _table(
     sa.Column("time_zone", sa.Text, nullable=False, server_default=""),
     sa.Column("is_store_enabled", sa.Boolean, nullable=False, server_default=sa.true()),
     sa.Column("new_keys", sa.JSON, nullable=False, server_default="{}"),
+    sa.Column("regions", sa.JSON(none_as_null=True)),
+    *_columns(sa.BigInteger, "retention_days_max", "store_s_max", nullable=True),
     sa.UniqueConstraint("name"),
     sqlite_autoincrement=True,
 )
