@@ -310,7 +310,7 @@ async def _open_accounts(settings: Settings, link: RedisLink, stack: AsyncExitSt
         except RedisError as error:  # `refresh` finds the change within seconds
             _log.warning("account_change_not_announced", reason=str(error))
 
-    accounts = Accounts(settings.sql_url, notify=tell_others)
+    accounts = Accounts(settings.sql_url, notify=tell_others, leavers_days=lambda: settings.access.leavers_days)
     try:
         await accounts.open()
     except (SQLAlchemyError, OSError, SchemaUnknown) as error:
@@ -622,6 +622,7 @@ def _loops(parts: WorkerParts) -> dict[str, tuple[object, Loop]]:
         "watch": lambda: parts.watch.run(parts.metrics),
         "health": parts.shared_health.run,
         "background": parts.background.run,
+        "audit": lambda: _every(_PURGE_EVERY_S, lambda: parts.audit.forget(settings.access.audit_days, time.time())),
         "responses": lambda: _every(_PURGE_EVERY_S, parts.stored_responses.purge),
         "memory": lambda: _every(_TIDY_EVERY_S, partial(_tidy, parts.pipeline)),
     }

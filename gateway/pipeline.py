@@ -32,13 +32,13 @@ and 10 settles it. 5 sets the context that 6 and 10 use. What becomes of a reque
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from cache import ExactCache, Fingerprint, fingerprint
-from gateway.access.people import Bearers
+from gateway.access.people import Bearers, check_address
 from gateway.accounts import Identity, partition_of
 from gateway.accounts.accounts import Accounts
 from gateway.deployments.alias import Alias
@@ -120,17 +120,15 @@ class Pipeline:
             await asyncio.wait(self.generating)
         self.guards.aclose()
 
-    async def authenticate(self, key: str | None) -> Identity:
-        """1. The identity of a key or token, without awaiting if it is a known key. Raises ApiError."""
+    async def authenticate(self, key: str | None, client: Sequence[Any] | None) -> Identity:
+        """1. The identity of a key or token of the scope's `client`; a known key awaits nothing. Raises ApiError."""
         identity = self.accounts.identify(key) if key else None
         if identity is None and key:
             identity = await self.bearers.identify(key) or await self.accounts.find(key)
         if identity is None:
-            raise Unauthenticated(
-                "Incorrect API key provided: it is unknown, revoked or expired; `/admin` and `sameway keys` make keys"
-                if key
-                else "No API key provided: send it as `Authorization: Bearer ...`, `api-key` or `x-api-key`"
-            )
+            raise Unauthenticated(self.accounts.why_not(key))
+        if identity.networks:
+            check_address(identity, client[0] if client else "")
         return identity
 
     # -- answer: 2 to 5 ----------------------------------------------------------------------------

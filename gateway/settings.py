@@ -81,15 +81,18 @@ def secret_problem(name: str, value: str) -> str:
     """
     is_sendable = value.isascii() and " " not in value
     kind = "printable characters" if name == "secret" else "printable ASCII characters without spaces"
-    if len(value) < _SECRET_CHARS_MIN:
+    is_ours = name != "access_secret"
+    if is_ours and len(value) < _SECRET_CHARS_MIN:
         trouble = f"{len(value)} character{'' if len(value) == 1 else 's'}"
     elif not value.isprintable() or not (is_sendable or name == "secret"):
         trouble = "another character"
-    elif len(set(value)) < _SECRET_VARIETY_MIN:
+    elif is_ours and len(set(value)) < _SECRET_VARIETY_MIN:
         trouble = f"{len(set(value))} different"
     else:
         return ""
     wanted = f"at least {_SECRET_CHARS_MIN} {kind}, {_SECRET_VARIETY_MIN} of them different"
+    if not is_ours:  # of the provider's making: its length is not ours to choose
+        return f"found {trouble}, expected printable ASCII characters without spaces, as the provider made it"
     return f"found {trouble}, expected {wanted}; `openssl rand -hex 24` makes some"
 
 
@@ -155,7 +158,7 @@ def _checked_url(url: str | None, known: tuple[str, ...]) -> str | None:
     return url
 
 
-def _is_network(text: str) -> bool:
+def is_network(text: str) -> bool:
     try:
         ipaddress.ip_network(text)
     except ValueError:
@@ -876,6 +879,13 @@ class AccessSettings(_Section):
     """how far the provider's clock may differ from ours"""
     token_s_max: int = Field(3600, ge=60)
     """seconds after its `iat` until which a token at /v1 is taken, if its `exp` is later"""
+    leavers_days: int | None = Field(None, ge=1)
+    """days without a sign-in or a new token after which a person's own keys stop; absent: never"""
+    audit_days: int | None = Field(None, ge=1)
+    """days for which rows of the audit log are kept; absent: for ever"""
+    public_url: str | None = None
+    """the URL at which browsers reach the gateway, with the sub-path if there is one; absent: the
+    `Host` of the request"""
     is_admin_key_taken: bool = True
     """the admin key opens the dashboard and the admin API; without, only people who sign in do"""
 
@@ -889,6 +899,12 @@ class AccessSettings(_Section):
             wrong.append(f"issuer: found {self.issuer[:100]!r}, expected https://HOST")
         elif remedy := lacks("access"):
             wrong.append(f"issuer: found a provider without the library for its tokens: {remedy}")
+        if self.public_url is not None and not is_http_url(self.public_url):
+            wrong.append(f"public_url: found {self.public_url[:100]!r}, expected https://HOST")
+        if self.audience and self.audience == self.client_id:
+            wrong.append(
+                "audience: found the client_id, expected the API's own: ID tokens, which are for the client, would open /v1"
+            )
         is_open = self.client_id and any(group.role is Role.ADMIN for group in self.groups.values())
         if not self.is_admin_key_taken and not is_open:
             wrong.append(
@@ -1016,7 +1032,7 @@ class Settings(_Section):
             [
                 f"found {one!r}, expected an address or a network like 10.0.0.0/8"
                 for one in networks
-                if not _is_network(one)
+                if not is_network(one)
             ]
         )
         return networks

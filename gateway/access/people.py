@@ -67,11 +67,12 @@ def roles_of(groups: Iterable[str], access: AccessSettings, team_ids: Mapping[st
 
 
 class _Seen(msgspec.Struct):
-    """A token that was taken: until when, its caller, and the settings of then, which no change keeps."""
+    """A token that was taken: until when, what a logout may name, its caller, and the settings of then, which no
+    change keeps.
+    """
 
     until_s: float
-    user: str
-    team_id: int
+    claims: dict[str, Any]
     groups: dict[str, GroupSettings]
     identity: Identity
 
@@ -103,9 +104,10 @@ class Bearers:
             if len(self._seen) >= _SEEN_MAX:
                 del self._seen[next(iter(self._seen))]
             self._seen[key] = seen
-        of_team = await self._of_team(seen.team_id)
+        of_team = await self._of_team(seen.identity.team.id)
         if seen.identity.key is not of_team.key:  # the accounts have changed
-            seen.identity = Identity(of_team.key, of_team.team, of_team.budgets, seen.user)
+            self._check_is_in(seen.identity.user, seen.claims)
+            seen.identity = Identity(of_team.key, of_team.team, of_team.budgets, seen.identity.user)
         return seen.identity
 
     async def _taken(self, token: str) -> _Seen:
@@ -122,6 +124,7 @@ class Bearers:
                 if value not in (said if isinstance(said, list) else [said]):
                     raise TokenRefused(f"its `{name}` is not the required one")
             user, groups = name_of(claims, access), groups_of(claims, access)
+            self._check_is_in(user, claims)
         except TokenRefused as error:
             _log.info("token_refused", reason=str(error))
             raise Unauthenticated(f"The token is not taken: {error}") from None
@@ -132,8 +135,19 @@ class Bearers:
         if not names:
             raise NoTeam("The token's groups have no team here: ask whoever runs this gateway for one")
         of_team = await self._of_team(team_ids[names[0]])
+        self._accounts.saw(user)
         identity = Identity(of_team.key, of_team.team, of_team.budgets, user)
-        return _Seen(until_s, user, of_team.team.id, access.groups, identity)
+        named = {name: claims.get(name) for name in ("sub", "sid", "iat")}
+        return _Seen(until_s, named, access.groups, identity)
+
+    def _check_is_in(self, user: str, claims: Mapping[str, Any]) -> None:
+        """Refuse a token of who is disabled, or was logged out since. Raises Unauthenticated."""
+        if self._accounts.persons.is_disabled(user):
+            raise Unauthenticated(f"{user} is disabled here: ask whoever runs this gateway")
+        if self._accounts.persons.is_ended(claims):
+            raise Unauthenticated(
+                "The token is not taken: its person was logged out at the provider. Sign in again there"
+            )
 
     async def _of_team(self, team_id: int) -> Identity:
         """What all people of a team have in common. Raises Unauthenticated."""
@@ -143,6 +157,16 @@ class Bearers:
         if identity is None:
             raise Unauthenticated(f"The key `{PEOPLE}` of your team is revoked or has expired, or the team is off")
         return identity
+
+
+def check_address(identity: Identity, address: str) -> None:
+    """Refuse a request from an `address` that the key's `addresses` leave out. Raises Forbidden."""
+    if not identity.is_taken_from(address):
+        raise Forbidden(
+            f"This API key is not taken from {address or 'here'}: its `addresses` have another network. Send the "
+            "request from there, or ask whoever made the key",
+            code="address_not_allowed",
+        )
 
 
 def refusal_of(error: TokenRefused | ProviderAway) -> ApiError:

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from datetime import UTC, datetime
+from typing import Any
 
 from markupsafe import Markup
 
@@ -94,9 +95,39 @@ def price(microusd_per_mtok: int) -> str:
     return "free" if microusd_per_mtok == 0 else f"{usd(microusd_per_mtok)} / M tokens"
 
 
-def changes(text: str) -> dict[str, list[object]]:
-    """The change of a row of the audit log, by field: its values before and after."""
-    return dict(json.loads(text or "{}"))
+def changes(text: str) -> list[tuple[str, str | None, str | None]]:
+    """The change of a row of the audit log: each field's name in words, and its values before and after in the unit
+    that the field's name ends in; None: there is none. What is new and says nothing is left out.
+    """
+    pairs = json.loads(text or "{}").items()
+    return [_change(name, old, new) for name, (old, new) in pairs if old is not None or new or _says(name, new)]
+
+
+def _says(name: str, value: Any) -> bool:
+    """Whether a value that is nothing says something: a switch that is off, a limit of 0."""
+    return value is False or (value == 0 and name.startswith("limit"))
+
+
+def _change(name: str, before: Any, after: Any) -> tuple[str, str | None, str | None]:
+    *words, unit = name.split("_")
+    label = " ".join(words if unit in ("microusd", "s", "ms") else [*words, unit])
+    return label, _in_unit(before, name), _in_unit(after, name)
+
+
+def _in_unit(value: Any, name: str) -> str | None:
+    """A value as people read it, by the unit that its name ends in."""
+    if isinstance(value, dict):
+        shown = {part: _in_unit(one, part) for part, one in value.items() if one is not None}
+        return "; ".join(f"{_change(part, None, None)[0]}: {one}" for part, one in shown.items()) or None
+    if value is None or isinstance(value, list | str):
+        return value if value is None else (value if isinstance(value, str) else ", ".join(map(str, value))) or NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name.endswith(("_at_s", "_until_s", "_ms")):
+        return utc(value / (1_000 if name.endswith("_ms") else 1)) if value else NOTHING
+    if name.endswith("_microusd"):
+        return usd(value)
+    return duration_s(value) if name.endswith("_s") else percent(value) if name.endswith("_max") else str(value)
 
 
 def window(kind: WindowKind | str, rolling_s: int | None = None) -> str:

@@ -256,7 +256,10 @@ class Guard:
     async def session(self, request: Request) -> Session | None:
         """The session of a request's cookie."""
         token = request.cookies.get(COOKIE, "")
-        return await self.sessions.find(token, self.marks) if token else None
+        session = await self.sessions.find(token, self.marks) if token else None
+        if session is not None and session.subject:
+            return None if request.app.state.parts.accounts.persons.is_disabled(session.actor) else session
+        return session
 
     async def end_session(self, request: Request) -> None:
         """End the request's session: no copy of its cookie opens a page any more."""

@@ -17,6 +17,7 @@ from gateway.accounts import Key, LedgerRow, NewKey
 from gateway.accounts.audit import AuditRow
 from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
 from gateway.accounts.ledger import COLUMNS
+from gateway.accounts.teams import KeyTemplate
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Claim, Hedged, Rejection, Seam
 from gateway.journey.record import FIELDS, GuardCall, Record, Stage
@@ -42,6 +43,11 @@ _PRINTABLE = {"pattern": r"^[^\p{C}\p{Z}]+( +[^\p{C}\p{Z}]+)*$"}  # the accounts
 _Name = Annotated[str, Field(min_length=1, max_length=200, json_schema_extra=_PRINTABLE)]
 _Label = Annotated[str, Field(min_length=1, max_length=256)]
 _Models = Annotated[tuple[_Name, ...], Strict(False)]  # JSON's arrays are lists
+_Networks = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=64)], ...],
+    Strict(False),
+    Field(description="addresses and networks such as 10.0.0.0/8, from which it is taken; null: from all"),
+]
 _Rate = Annotated[int, Field(ge=1, le=RATE_MAX, description="null: no limit"), _Whole]
 _ErrorMax = Annotated[float, Field(ge=0, le=1, description="null: the gateway's own bound")]
 _Verify = Annotated[Verify, Strict(False), Field(description="null: the gateway's own mode")]
@@ -136,6 +142,16 @@ class ErrorBody(BaseModel):
 # -- teams, keys, budgets
 
 
+class KeyTemplateIn(_In):
+    """What new keys of the team get where nothing is said of it; a member's own keys have no more than that."""
+
+    models: _Models | None = Field(None, description="null: every model")
+    requests_per_min: _Rate | None = None
+    tokens_per_min: _Rate | None = None
+    addresses: _Networks | None = None
+    expires_in_s: float | None = Field(None, gt=0, le=1e9, description="seconds after they are made; null: never")
+
+
 class TeamIn(_In):
     name: _Name
     is_active: bool = True
@@ -146,6 +162,7 @@ class TeamIn(_In):
     is_semantic_enabled: bool = True
     is_store_enabled: bool = Field(True, description="responses are kept where a request asks for it")
     time_zone: str = Field("", max_length=64, description="of its budgets' days, weeks and months; empty: UTC")
+    new_keys: KeyTemplateIn = KeyTemplateIn()
     regions: _Regions | None = Field(None, description="of deployments that may get its requests; null: all")
     retention_days_max: _Bound | None = None
     store_s_max: _Bound | None = None
@@ -167,6 +184,11 @@ class KeyIn(_In):
     requests_per_min: _Rate | None = None
     tokens_per_min: _Rate | None = None
     models: _Models | None = Field(None, description="null: every model")
+    addresses: _Networks | None = None
+
+
+class RotateIn(_In):
+    overlap_s: float = Field(86_400, ge=0, le=90 * 86_400, description="for which the old secret works, too")
 
 
 class KeyPatch(_In):
@@ -178,6 +200,7 @@ class KeyPatch(_In):
     requests_per_min: _Rate | None = None
     tokens_per_min: _Rate | None = None
     models: _Models | None = None
+    addresses: _Networks | None = None
 
 
 _LIMITS = ("limit_microusd", "limit_tokens", "limit_requests")
@@ -226,9 +249,11 @@ class BudgetRaiseIn(_In):
     until_s: float = Field(ge=0, le=1e11, description="unix seconds")
 
 
-_KEY = "id team_id name prefix is_active created_at_s expires_at_s last_used_at_s requests_per_min tokens_per_min models owner"
+_KEY = "id team_id name prefix is_active created_at_s expires_at_s last_used_at_s requests_per_min tokens_per_min models owner "
+_KEY += "addresses old_until_s"
 KeyOut = Annotated[Key, _Flat("KeyOut", only=_KEY)]
 _NEW_KEY = "A key just made. The plaintext is shown this once and kept nowhere."
+KeyTemplateOut = Annotated[KeyTemplate, _Flat("KeyTemplateOut")]
 NewKeyOut = Annotated[NewKey, _Flat("NewKeyOut", _NEW_KEY, key=KeyOut)]
 
 
@@ -242,6 +267,7 @@ class OwnKeyOut(_Out):
     prefix: str
     is_active: bool
     expires_at_s: float | None
+    old_until_s: float | None
     last_used_at_s: float | None
     requests: int
     cost_microusd: int
@@ -254,6 +280,7 @@ class MeOut(_Out):
     roles: dict[str, list[str]]
     teams: dict[int, str]
     keys: list[OwnKeyOut]
+    keys_stop_at_s: float | None = Field(description="when they stop, or stopped, without a sign-in; null: never")
 
 
 SessionId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -272,6 +299,24 @@ class SessionOut(_Out):
 
 class SessionsOut(_Out):
     sessions: list[SessionOut]
+
+
+class PersonIn(_In):
+    name: _Name
+
+
+class PersonOut(_Out):
+    """A person that the provider vouched for: here, a sign-in or a new token, exact to a day."""
+
+    name: str
+    seen_at_s: float
+    is_disabled: bool
+    keys_stop_at_s: float | None = Field(description="when the person's keys stop, or stopped; null: never")
+    keys: int = Field(description="the person's own keys that are not revoked")
+
+
+class PeopleOut(_Out):
+    people: list[PersonOut]
 
 
 class BudgetTerms(_Out):
@@ -358,6 +403,7 @@ class TeamOut(_Out):
     is_semantic_enabled: bool
     is_store_enabled: bool
     time_zone: str
+    new_keys: KeyTemplateOut
     regions: list[str] | None
     retention_days_max: int | None
     store_s_max: int | None

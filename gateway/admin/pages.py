@@ -37,6 +37,7 @@ _ROUTES_PER_PAGE = 50
 _LEDGER_PER_PAGE = 50
 _SUMS_PER_PAGE = 200
 _AUDIT_PER_PAGE = 100
+_PEOPLE_SHOWN = 200
 _TEAMS_PER_PAGE = 100
 _LATEST = 6
 _SPANS = {"1": "today", "7": "7 days", "30": "30 days", "90": "90 days", "365": "a year"}
@@ -48,6 +49,7 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
     router = APIRouter(prefix="/admin", route_class=page_route(pages, parts.guard), include_in_schema=False)
     _add_history(router, parts, pages)
     renders = _add_overview(router, parts, pages) | _add_teams(router, parts, pages) | _add_cache(router, parts, pages)
+    renders |= _add_people(router, parts, pages)
     add_forms(router, parts, renders)
     add_doors(router, parts, pages)
 
@@ -349,8 +351,13 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     @router.get("/audit")
     async def audit(request: Request, cursor: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None) -> Response:
         page = await cache_views.audit(parts, cursor, _AUDIT_PER_PAGE)
-        return pages.render(request, "audit.html", rows=page["rows"], older=page["cursor"])
+        days = parts.settings.access.audit_days
+        return pages.render(request, "audit.html", rows=page["rows"], older=page["cursor"], kept_days=days)
 
+    return {"cache": render_cache, "answer": render_answer, "models": render_models}
+
+
+def _add_people(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
     async def render_me(request: Request, status: int = 200, **form: Any) -> Response:
         mine = await teams.me(parts, principal_of(request))
         return pages.render(request, "me.html", status, me=mine, models=parts.settings.names, **form)
@@ -359,9 +366,14 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     async def me(request: Request) -> Response:
         return await render_me(request)
 
+    async def render_sessions(request: Request, status: int = 200, **form: Any) -> Response:
+        listed, people = await teams.list_sessions(parts), (await teams.list_people(parts)).people
+        first = sorted(people, key=lambda one: (not one.is_disabled, -one.keys))[:_PEOPLE_SHOWN]
+        shown = {"sessions": listed.sessions, "people": first, "more": len(people) - len(first)}
+        return pages.render(request, "sessions.html", status, **shown, **form)
+
     @router.get("/sessions")
     async def sessions(request: Request) -> Response:
-        listed = await teams.list_sessions(parts)
-        return pages.render(request, "sessions.html", sessions=listed.sessions)
+        return await render_sessions(request)
 
-    return {"cache": render_cache, "answer": render_answer, "models": render_models, "me": render_me}
+    return {"me": render_me, "sessions": render_sessions}

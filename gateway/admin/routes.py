@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import APIKeyCookie, HTTPBearer
@@ -35,7 +36,7 @@ from gateway.admin import (
 from gateway.admin.guard import COOKIE, NEEDS, ApiRoute, Endpoint, check_query
 from gateway.admin.pages import page_routes
 from gateway.admin.parts import AdminParts, WorkerParts
-from gateway.admin.queries import LedgerRows
+from gateway.admin.queries import LedgerRows, Moment
 from gateway.admin.roles import OF, allow
 from gateway.wire.errors import Unauthenticated
 
@@ -79,6 +80,10 @@ def admin_routes(parts: AdminParts) -> list[BaseRoute]:
     _add_history(api)
     _add_machine(api)
     api.get("/me")(teams.me)
+    api.post("/me/keep-keys", status_code=204, response_class=Response)(teams.keep_keys)
+    api.get("/people")(teams.list_people)
+    api.post("/people/disable", status_code=204, response_class=Response)(teams.disable_person)
+    api.post("/people/enable", status_code=204, response_class=Response)(teams.enable_person)
     api.get("/sessions")(teams.list_sessions)
     api.delete("/sessions/{session_id}", status_code=204, response_class=Response)(teams.end_session)
     unknown = {route.name for route in api.routes if isinstance(route, ApiRoute)} - OF.keys()
@@ -104,6 +109,7 @@ def _add_accounts(api: APIRouter) -> None:
     api.get("/teams/{team_id}/keys")(teams.list_keys_of_team)
     api.post("/teams/{team_id}/keys", status_code=201, dependencies=_SECRET)(teams.create_key)
     api.patch("/keys/{key_id}")(teams.update_key)
+    api.post("/keys/{key_id}/rotate", dependencies=_SECRET)(teams.rotate_key)
     api.delete("/keys/{key_id}")(teams.revoke_key)
     api.get("/budgets")(budgets.list_budgets)
     api.get("/teams/{team_id}/budgets")(budgets.list_budgets_of_team)
@@ -156,6 +162,7 @@ def _add_machine(api: APIRouter) -> None:
     api.post("/config/models")(configuration.set_model)
     api.post("/config/models/revert")(configuration.revert)
     api.get("/audit")(cache_views.audit)
+    api.get("/audit/export", response_class=StreamingResponse, responses={200: ndjson})(export_audit)
     api.post("/feedback")(cache_views.feedback)
 
 
@@ -170,6 +177,13 @@ async def ledger_parquet(parts: WorkerParts, where: LedgerRows) -> StreamingResp
     headers = {"content-disposition": 'attachment; filename="sameway-ledger.parquet"'}
     file = await asyncio.to_thread(ParquetFile, _COLUMNS)
     return StreamingResponse(file.stream(views.ledger_rows(parts, where)), media_type=PARQUET, headers=headers)
+
+
+async def export_audit(parts: WorkerParts, from_s: Moment = 0, until_s: Moment = 1e11) -> StreamingResponse:
+    """All rows of the audit log from `from_s` on and before `until_s`, oldest first, as a JSON object on each line."""
+    rows = parts.audit.between(int(from_s * 1000), int(until_s * 1000))
+    lines = (msgspec.json.encode(row) + b"\n" async for row in rows)
+    return StreamingResponse(lines, media_type=transfer.NDJSON)
 
 
 _COLUMNS = (

@@ -142,9 +142,8 @@ class AnswerEndpoint:
         early: _EarlyStart | None = None
         try:
             # decision: auth-before-body
-            identity = (
-                caller.identity if caller is not None else await self._pipeline.authenticate(asgi.key_of(headers))
-            )
+            sent = asgi.key_of(headers), scope.get("client")
+            identity = caller.identity if caller is not None else await self._pipeline.authenticate(*sent)
             body = self._pipeline.bodies.of(receive, headers, identity)
             turn, renderer = await self.read(Call(identity, arrival, headers, scope, body=body, send=send))
             if not turn.body.keys() <= FIELDS.keys():

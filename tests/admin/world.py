@@ -226,7 +226,8 @@ async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterato
     """Everything, opened, with `changes` of the settings; the cache worker's stand-in listens in `folder`."""
     shutil.copy(_migrated(), folder / "sameway.db")
     settings = Settings(data_dir=folder, admin_key=ADMIN_KEY, secret=SECRET, **changes)
-    accounts = Accounts(settings.sql_url, clock=lambda: world.now_s)
+    leavers = lambda: settings.access.leavers_days  # noqa: E731
+    accounts = Accounts(settings.sql_url, clock=lambda: world.now_s, leavers_days=leavers)
     known_texts: dict[str, bytes] = {}
     socket_path = folder / "cache.sock"
     worker = _worker(known_texts)
