@@ -561,6 +561,14 @@ class SavingsOut(SavingsSumOut):
     until_s: int
     unknown_requests: int = Field(description="generations and hits without a known baseline, as a price is missing")
     unknown_cost_microusd: int = Field(description="what they cost; not in `spent_microusd`")
+    running_microusd: int | None = Field(
+        description="what running Sameway cost in these days, by `savings.running_usd_per_month`; null: of a team or model"
+    )
+    net_microusd: int | None = Field(description="saved less running")
+    target_microusd: int | None = Field(
+        description="of these days, by `savings.target_usd_per_month`; null: none is set, or of a team or model"
+    )
+    is_target_met: bool | None = Field(description="whether `net_microusd` reaches it")
     by_team: list[TeamSavingsOut]
     days: list[DaySavingsOut]
 

@@ -3,8 +3,10 @@
 The dashboard's pages make the same filters of their own queries. No storage.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from datetime import UTC, date, datetime, timedelta
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import Depends
 from pydantic import BeforeValidator, Field
@@ -106,6 +108,49 @@ def ledger_filter(
         from_ms=int(from_s * 1000) if from_s is not None else None,
         until_ms=int(until_s * 1000) if until_s is not None else None,
     )
+
+
+class Period(NamedTuple):
+    """Whole UTC days of a page, both included; None: without an end there."""
+
+    first: date | None = None
+    last: date | None = None
+
+    @property
+    def from_s(self) -> int | None:
+        return None if self.first is None else _midnight(self.first)
+
+    @property
+    def until_s(self) -> int | None:
+        return None if self.last is None else _midnight(self.last + timedelta(days=1))
+
+
+def _midnight(day: date) -> int:
+    return int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp())
+
+
+def period(query: Mapping[str, str]) -> Period:
+    """The days `from` and `until` of a page's query, as ISO dates; what is none says nothing."""
+
+    def day(name: str) -> date | None:
+        try:
+            found = date.fromisoformat(query.get(name, ""))
+        except ValueError:
+            return None
+        return found if 1970 <= found.year < 5000 else None
+
+    return Period(day("from"), day("until"))
+
+
+def periods(now_s: float) -> dict[str, Period]:
+    """The periods that a page offers by name: three calendar months, this year, some days up to today."""
+    today, months = datetime.fromtimestamp(now_s, UTC).date(), dict[str, Period]()
+    last = (today.replace(day=1) + timedelta(days=31)).replace(day=1) - timedelta(days=1)
+    for _ in range(3):
+        months[f"{last:%b %Y}"] = Period(last.replace(day=1), last)
+        last = last.replace(day=1) - timedelta(days=1)
+    year = {f"{today.year}": Period(date(today.year, 1, 1), date(today.year, 12, 31))}
+    return {f"{days} days": Period(today - timedelta(days=days - 1), today) for days in (7, 30)} | months | year
 
 
 Routes = Annotated[RouteFilter, Depends()]

@@ -693,7 +693,7 @@ async def test_the_savings_page_is_the_apis_waterfall(world: World, browser: htt
     of_team = await savings_views.savings(world.admin, ids["support"])
     assert [one.team for one in of_team.by_team] == ["support"]
     assert "Exact hits" not in (await browser.get(f"/admin/savings?team_id={ids['support']}")).text
-    for query in ("days=1", "days=x", "days=365&model=big", "team_id=999", "model=%3Cb%3E"):
+    for query in ("from=x&until=0000-00-00", "from=2001-01-01&model=big", "until=1970-01-01", "team_id=999", "model=%3Cb%3E"):
         assert (await browser.get(f"/admin/savings?{query}")).status_code == 200
 
 
@@ -705,7 +705,7 @@ async def test_the_ledger_is_summed_by_user_tag_and_others(world: World, browser
     table = page[page.index("<tbody>") : page.index("</tbody>")]
     assert table.index("&lt;b&gt;ann") < table.index("none given")
     assert "$4.00" in table
-    assert "/admin/api/ledger/sums?by=user&amp;team_id=1" in page
+    assert "/admin/api/ledger/sums?team_id=1&amp;by=user" in page
     names = (await browser.get("/admin/ledger?by=tag")).text
     assert "by=tag&amp;tag=app" in names
     values = (await browser.get("/admin/ledger?by=tag&tag=app")).text
