@@ -284,7 +284,7 @@ def _plot(inner: Markup, notes: Sequence[str], ticks: Sequence[str], names: Sequ
         '<div class="plot"><div class="y-axis" aria-hidden="true">{}</div>'
         '<svg viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>'
         '<div class="x-axis" aria-hidden="true">{}</div></div>'
-        '<details class="numbers" id="numbers-{}"><summary>In numbers</summary><ul>{}</ul></details>'
+        '<details class="numbers" id="numbers-{}"><summary>In numbers</summary><ul tabindex="0">{}</ul></details>'
     ).format(
         y_labels,
         _number(len(notes) * _STEP),
