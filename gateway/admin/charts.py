@@ -22,6 +22,7 @@ from gateway.telemetry.summary import Percentiles, StatsWindow
 _HEIGHT = 100.0
 _STEP = 10.0  # a bar's share of the width, its gap included
 _BAR = 7.6
+_DAYS_MAX = 400
 LABELS = {
     "exact": "exact hit",
     "semantic": "semantic hit",
@@ -128,7 +129,10 @@ def savings_chart(savings: SavingsOut) -> Markup:
     """Spend by day with the savings on top; a day that cost more than its baseline has no savings."""
     sums = {of_day.day: (of_day.spent_microusd, of_day.saved_microusd) for of_day in savings.days}
     starts = range(savings.from_s, savings.until_s, 86_400)
-    days = [datetime.fromtimestamp(at, UTC).date().isoformat() for at in starts]
+    days = [datetime.fromtimestamp(at, UTC).date().isoformat() for at in starts[-_DAYS_MAX:]]
+    days = (
+        days if len(starts) <= _DAYS_MAX else [*sums][-_DAYS_MAX:] or days[:1]
+    )  # of a longer time those with requests
     notes = [f"{day}\n{_money_note(*sums[day]) if day in sums else 'nothing'}" for day in days]
     label = f"By day: {_money_note(savings.spent_microusd, savings.saved_microusd)}"
     return _money_bars([sums.get(day, (0, 0)) for day in days], days, label, notes)

@@ -28,17 +28,7 @@ from gateway.admin.guard import principal_of
 from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut
 from gateway.admin.parts import AdminParts
-from gateway.admin.queries import (
-    GROUPS,
-    CacheKind,
-    Period,
-    RouteFilter,
-    RouteOutcome,
-    id_of,
-    ledger_filter,
-    period,
-    periods,
-)
+from gateway.admin.queries import GROUPS, CacheKind, RouteFilter, RouteOutcome, days_of, id_of, ledger_filter, periods
 from gateway.admin.roles import may
 from gateway.admin.sign_in import add_doors, end_sessions
 from gateway.settings import NEAR_SIMILARITY_MIN, Role, is_pattern
@@ -158,9 +148,8 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     @router.get("/savings")
     async def savings(request: Request) -> Response:
         team_id, model = _team_id(request), request.query_params.get("model", "")
-        when = period(request.query_params)
-        sums = await savings_views.savings(parts, team_id, model, when.from_s, when.until_s)
-        where = ledger_filter(team_id, model=model, from_s=sums.from_s, until_s=sums.until_s)
+        where = savings_views.savings_filter(parts, team_id, model, **days_of(request.query_params))
+        sums = await savings_views.savings(parts, where)
         certified = await views.or_none(cache_views.certificate(parts, team_id, model))
         return pages.render(
             request,
@@ -180,14 +169,8 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     @router.get("/ledger")
     async def ledger(request: Request, cursor: str = "") -> Response:
         query = request.query_params
-        when = period(query)
-        where = ledger_filter(
-            _team_id(request),
-            model=query.get("model"),
-            deployment=query.get("deployment"),
-            from_s=when.from_s,
-            until_s=when.until_s,
-        )
+        model, deployment = query.get("model"), query.get("deployment")
+        where = ledger_filter(_team_id(request), model=model, deployment=deployment, **days_of(query))
         by = query.get("by", "")
         if by in ("user", "tag", "region"):  # whose sums are kept by team and day alone
             where = replace(where, alias=None, deployment=None, tag=query.get("tag") or None if by == "tag" else None)
@@ -231,13 +214,13 @@ async def _shown_routes(
 
 def _shown_days(parts: AdminParts, request: Request, where: LedgerFilter) -> dict[str, Any]:
     """The first and last day of a filter, and the periods that a page offers, each with its query and whether it is shown."""
-    ends = (where.from_ms, where.until_ms - 1 if where.until_ms is not None else None)
-    shown = Period(*(None if end is None else datetime.fromtimestamp(end / 1000, UTC).date() for end in ends))
+    bounds = (where.from_ms, where.until_ms and where.until_ms - 1)
+    shown = tuple(None if at is None else datetime.fromtimestamp(at / 1000, UTC).date() for at in bounds)
     offered = [
-        (words, with_query(request, {"from": str(one.first), "until": str(one.last), "cursor": None}), one == shown)
-        for words, one in periods(parts.clock()).items()
+        (words, with_query(request, {"from": str(days[0]), "until": str(days[1]), "cursor": None}), days == shown)
+        for words, days in periods(parts.clock()).items()
     ]
-    return {"first": shown.first, "last": shown.last, "offered": offered}
+    return {"first": shown[0], "last": shown[1], "offered": offered}
 
 
 def _twin(where: LedgerFilter, **more: str | None) -> str:

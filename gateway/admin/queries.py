@@ -3,10 +3,12 @@
 The dashboard's pages make the same filters of their own queries. No storage.
 """
 
+from calendar import monthrange
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from fastapi import Depends
 from pydantic import BeforeValidator, Field
@@ -110,47 +112,27 @@ def ledger_filter(
     )
 
 
-class Period(NamedTuple):
-    """Whole UTC days of a page, both included; None: without an end there."""
-
-    first: date | None = None
-    last: date | None = None
-
-    @property
-    def from_s(self) -> int | None:
-        return None if self.first is None else _midnight(self.first)
-
-    @property
-    def until_s(self) -> int | None:
-        return None if self.last is None else _midnight(self.last + timedelta(days=1))
+DAY_S = 86_400
 
 
-def _midnight(day: date) -> int:
-    return int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp())
+def days_of(query: Mapping[str, str]) -> dict[str, Any]:
+    """`from_s` and `until_s` of the days `from` and `until` of a page's query, both included; what is no ISO date says nothing."""
+    moments: dict[str, Any] = {}
+    for name, more_s in (("from", 0), ("until", DAY_S)):
+        with suppress(ValueError):
+            moments[f"{name}_s"] = datetime.fromisoformat(f"{query.get(name, '')[:10]}T00:00Z").timestamp() + more_s
+    return moments
 
 
-def period(query: Mapping[str, str]) -> Period:
-    """The days `from` and `until` of a page's query, as ISO dates; what is none says nothing."""
-
-    def day(name: str) -> date | None:
-        try:
-            found = date.fromisoformat(query.get(name, ""))
-        except ValueError:
-            return None
-        return found if 1970 <= found.year < 5000 else None
-
-    return Period(day("from"), day("until"))
-
-
-def periods(now_s: float) -> dict[str, Period]:
-    """The periods that a page offers by name: three calendar months, this year, some days up to today."""
-    today, months = datetime.fromtimestamp(now_s, UTC).date(), dict[str, Period]()
-    last = (today.replace(day=1) + timedelta(days=31)).replace(day=1) - timedelta(days=1)
+def periods(now_s: float) -> dict[str, tuple[date, date]]:
+    """The first and last days of the periods that a page offers: some days up to today, three calendar months, this year."""
+    today = datetime.fromtimestamp(now_s, UTC).date()
+    offered = {f"{days} days": (today - timedelta(days=days - 1), today) for days in (7, 30)}
+    first = today.replace(day=1)
     for _ in range(3):
-        months[f"{last:%b %Y}"] = Period(last.replace(day=1), last)
-        last = last.replace(day=1) - timedelta(days=1)
-    year = {f"{today.year}": Period(date(today.year, 1, 1), date(today.year, 12, 31))}
-    return {f"{days} days": Period(today - timedelta(days=days - 1), today) for days in (7, 30)} | months | year
+        offered[f"{first:%b %Y}"] = (first, first.replace(day=monthrange(first.year, first.month)[1]))
+        first = (first - timedelta(days=1)).replace(day=1)
+    return offered | {f"{today.year}": (date(today.year, 1, 1), date(today.year, 12, 31))}
 
 
 Routes = Annotated[RouteFilter, Depends()]

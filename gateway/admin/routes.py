@@ -35,7 +35,7 @@ from gateway.admin import (
 from gateway.admin.guard import COOKIE, NEEDS, ApiRoute, Endpoint, check_query
 from gateway.admin.pages import page_routes
 from gateway.admin.parts import AdminParts, WorkerParts
-from gateway.admin.queries import Groups, Id, Label, LedgerRows, Moment
+from gateway.admin.queries import LedgerRows
 from gateway.admin.roles import OF, allow
 from gateway.wire.errors import Unauthenticated
 
@@ -124,7 +124,7 @@ def _add_history(api: APIRouter) -> None:
     api.get("/ledger/sums")(views.ledger_sums)
     _add_files(api, "/savings", "savings", _savings, "All lines of savings that match, by day and team", _SAVINGS)
     _add_files(api, "/ledger", "ledger", _ledger, "All rows of the ledger that match", _COLUMNS)
-    _add_files(api, "/ledger/sums", "ledger_sums", _sums, "All sums of the ledger that match", _SUMS)
+    _add_files(api, "/ledger/sums", "ledger_sums", _sums, "The sums of the ledger that match, up to `limit`", _SUMS)
 
 
 def _add_machine(api: APIRouter) -> None:
@@ -189,16 +189,7 @@ async def _ledger(parts: WorkerParts, where: LedgerRows) -> _Rows:
     return views.ledger_rows(parts, where)
 
 
-async def _sums(
-    parts: WorkerParts,
-    where: LedgerRows,
-    by: Groups = "",
-    user: Label | None = None,
-    tag: Label | None = None,
-    tag_value: Label | None = None,
-) -> _Rows:
-    found = await views.ledger_sums(parts, where, by, user, tag, tag_value, _SUMS_MAX)
-
+async def _sums(found: Annotated[models.LedgerSumsOut, Depends(views.ledger_sums)]) -> _Rows:
     async def rows() -> _Rows:
         for one in found.sums:
             yield one.model_dump()
@@ -206,17 +197,10 @@ async def _sums(
     return rows()
 
 
-async def _savings(
-    parts: WorkerParts,
-    team_id: Id | None = None,
-    model: Label | None = None,
-    from_s: Moment | None = None,
-    until_s: Moment | None = None,
-) -> _Rows:
-    return savings_views.savings_rows(parts, team_id, model, from_s, until_s)
+async def _savings(parts: WorkerParts, where: savings_views.Saved) -> _Rows:
+    return savings_views.savings_rows(parts, where)
 
 
-_SUMS_MAX = 1_000_000
 _SAVINGS = ("day", "team_id", "team", "line", "requests", "amount_microusd")
 _SUMS = tuple(models.LedgerSumOut.model_fields)
 _COLUMNS = (
@@ -234,7 +218,9 @@ async def _csv(rows: _Rows, columns: Sequence[str]) -> AsyncIterator[str]:
     has_moments = "at_ms" in columns
     writer.writerow([*(["at"] if has_moments else ()), *columns])
     async for row in rows:
-        at = [datetime.fromtimestamp(row["at_ms"] / 1000, UTC).isoformat(timespec="milliseconds")] if has_moments else ()
+        at = (
+            [datetime.fromtimestamp(row["at_ms"] / 1000, UTC).isoformat(timespec="milliseconds")] if has_moments else ()
+        )
         writer.writerow([*at, *(_cell(row[name]) for name in columns)])
         if buffer.tell() > 32_768:
             yield buffer.getvalue()

@@ -9,15 +9,16 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends
 
 from gateway.accounts.ledger import BASELINE, SPENT, UNKNOWN_HITS, LedgerFilter, SavingsLine
 from gateway.admin import models
 from gateway.admin.parts import WorkerParts
-from gateway.admin.queries import Id, Label, Moment, ledger_filter
+from gateway.admin.queries import DAY_S, Id, Label, Moment, ledger_filter
 
 _Sums = TypeVar("_Sums", bound=models.SavingsSumOut)
-DAY_S = 86_400
 DAYS = 30
 _OPERATOR = "the operator"  # of tries of deployments
 MECHANISMS = {
@@ -37,15 +38,26 @@ MECHANISMS = {
 """The steps of a waterfall in their order, with the dashboard's words."""
 
 
-async def savings(
+def savings_filter(
     parts: WorkerParts,
     team_id: Id | None = None,
     model: Label | None = None,
     from_s: Moment | None = None,
     until_s: Moment | None = None,
-) -> models.SavingsOut:
+) -> LedgerFilter:
+    """Whole UTC days of a team and a model; at first the last DAYS."""
+    until_s = parts.clock() + 0.001 if until_s is None else until_s
+    from_s = until_s - 0.001 - (DAYS - 1) * DAY_S if from_s is None else from_s
+    end_s = -int(-until_s // DAY_S) * DAY_S
+    return ledger_filter(team_id, model=model, from_s=from_s // DAY_S * DAY_S, until_s=end_s)
+
+
+Saved = Annotated[LedgerFilter, Depends(savings_filter)]
+
+
+async def savings(parts: WorkerParts, where: Saved) -> models.SavingsOut:
     """What Sameway saved, by mechanism, team and UTC day, with what cost more; at first of the last 30 days."""
-    where, first_s, end_s = _days(parts, team_id, model, from_s, until_s)
+    first_s, end_s = (where.from_ms or 0) // 1000, (where.until_ms or 0) // 1000
     lines, teams = await parts.ledger.savings(where), await parts.accounts.list_teams()
     [total] = await parts.ledger.totals([], where)
     names = {0: _OPERATOR} | {team.id: team.name for team in teams}
@@ -59,7 +71,7 @@ async def savings(
     ]
     requests, amounts = _summed(lines)
     running = target = None
-    if team_id is None and not model:  # from the first team on, up to now
+    if where.team_id is None and where.alias is None:  # from the first team on, up to now
         began_s = max(first_s, min((team.created_at_s for team in teams), default=end_s))
         until_now_s, monthly = min(end_s, parts.clock()), parts.settings.savings
         running = _of_months(monthly.running_usd_per_month, began_s, until_now_s)
@@ -81,28 +93,11 @@ async def savings(
     )
 
 
-async def savings_rows(
-    parts: WorkerParts,
-    team_id: Id | None = None,
-    model: Label | None = None,
-    from_s: Moment | None = None,
-    until_s: Moment | None = None,
-) -> AsyncIterator[dict[str, Any]]:
-    """The lines of the same days, which sum up to `savings`: by day, team and line."""
-    lines = await parts.ledger.savings(_days(parts, team_id, model, from_s, until_s)[0])
+async def savings_rows(parts: WorkerParts, where: LedgerFilter) -> AsyncIterator[dict[str, Any]]:
+    """The lines that `savings` sums up, by day, team and line."""
     names = {0: _OPERATOR} | {team.id: team.name for team in await parts.accounts.list_teams()}
-    for line in lines:
+    for line in await parts.ledger.savings(where):
         yield {**asdict(line), "team": names.get(line.team_id, "deleted")}
-
-
-def _days(
-    parts: WorkerParts, team_id: int | None, model: str | None, from_s: float | None, until_s: float | None
-) -> tuple[LedgerFilter, int, int]:
-    """The filter of whole UTC days, at first the last DAYS, with their start and end in unix seconds."""
-    until_s = parts.clock() + 0.001 if until_s is None else until_s
-    from_s = until_s - 0.001 - (DAYS - 1) * DAY_S if from_s is None else from_s
-    first_s, end_s = int(from_s // DAY_S) * DAY_S, -int(-until_s // DAY_S) * DAY_S
-    return ledger_filter(team_id=team_id, model=model, from_s=first_s, until_s=end_s), first_s, end_s
 
 
 def _of_months(usd: float, from_s: float, until_s: float) -> int:

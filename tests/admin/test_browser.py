@@ -30,7 +30,11 @@ async def test_pages_render_clean_at_three_widths_and_in_both_schemes(world: Wor
     """No console error, no failed or foreign request, nothing outside its card, also where things are broken; a hostile prompt
     did not run; axe-core, with all its rules of WCAG 2 and of good practice, finds nothing, wide and light or narrow and dark."""
     ids = await seed(world)
-    async with serving(world) as base, chromium() as browser, visiting(browser, base, reduced_motion="reduce") as visitor:
+    async with (
+        serving(world) as base,
+        chromium() as browser,
+        visiting(browser, base, reduced_motion="reduce") as visitor,
+    ):
         await visitor.log_in()
         for page in (*PAGES, f"/teams/{ids['search']}", f"/teams/{ids['batch jobs']}", "/ledger?by=day", "/login"):
             await visitor.page.emulate_media(color_scheme="light")
@@ -177,7 +181,9 @@ async def test_empty_pages_fit_and_a_refresh_disturbs_nobody(world: World) -> No
         await visitor.page.locator("#numbers-money summary").focus()
         await visitor.page.keyboard.press("Enter")
         assert "saved $0.00012" in await visitor.page.locator("#numbers-money").inner_text()
-        await visitor.page.evaluate("getSelection().selectAllChildren(document.querySelector('#live-overview .tiles h2'))")
+        await visitor.page.evaluate(
+            "getSelection().selectAllChildren(document.querySelector('#live-overview .tiles h2'))"
+        )
         await _count_one(world, "req_second")
         await visitor.page.evaluate("refresh()")
         assert await visitor.page.locator("#live-overview .tiles p").first.inner_text() == "2"

@@ -236,7 +236,10 @@ def test_one_money_has_one_total(gateway: Gateway, upstream: Upstream) -> None:
         body = {"model": model, "messages": [{"role": "user", "content": "total left"}], "stream": is_stream}
         headers = {"authorization": f"Bearer {key}"}
         url, timeout = f"{gateway.base_url}/chat/completions", httpx.Timeout(5.0, read=0.5)
-        with contextlib.suppress(httpx.TransportError), httpx.stream("POST", url, json=body, headers=headers, timeout=timeout) as reply:
+        with (
+            contextlib.suppress(httpx.TransportError),
+            httpx.stream("POST", url, json=body, headers=headers, timeout=timeout) as reply,
+        ):
             next(reply.iter_lines())
 
     def totals() -> dict[str, int]:
@@ -258,5 +261,9 @@ def test_one_money_has_one_total(gateway: Gateway, upstream: Upstream) -> None:
             "lines of a file": sum(int(row["amount_microusd"]) for row in files["savings"] if row["line"] == "spent"),
         }
 
-    wait_for(lambda: gateway.admin("GET", "/ledger/sums", params=whose)["sums"][0]["requests"] == 5, 20, lambda: str(totals()))
+    wait_for(
+        lambda: gateway.admin("GET", "/ledger/sums", params=whose)["sums"][0]["requests"] == 5,
+        20,
+        lambda: str(totals()),
+    )
     wait_for(lambda: len({*totals().values()}) == 1 and totals()["ledger"] > 0, 10, lambda: str(totals()))
