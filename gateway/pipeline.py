@@ -130,7 +130,7 @@ class Pipeline:
             identity = await self.bearers.identify(key) or await self.accounts.find(key)
         if identity is None:
             raise Unauthenticated(
-                "Incorrect API key provided"
+                "Incorrect API key provided: it is unknown, revoked or expired; `/admin` and `sameway keys` make keys"
                 if key
                 else "No API key provided: send it as `Authorization: Bearer ...`, `api-key` or `x-api-key`"
             )

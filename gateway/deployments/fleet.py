@@ -29,6 +29,7 @@ from gateway.settings import (
     PriceSettings,
     Settings,
     deployment_name,
+    did_you_mean,
     is_pattern,
     keys_of,
 )
@@ -40,6 +41,7 @@ from policies.routing import PolicyKind
 
 EMBEDDER = "embedder"  # the name of its deployment, in the ledger and in budgets
 _NAMES_SHOWN_MAX = 10
+_COMPARED_MAX = 100
 
 _log = get_logger()
 
@@ -110,11 +112,13 @@ class Fleet:
         if alias is None and configured:
             return self._embedder
         if alias is None:
-            names = [one for one in self.aliases if allowed is None or one in allowed]
+            listed = filter(None, (*self.aliases, self._embedder.name))
+            names = [one for one in listed if allowed is None or one in allowed]
             names_shown = ", ".join(f"`{one}`" for one in names[:_NAMES_SHOWN_MAX]) or "none that this API key may use"
             more = ", ..." if len(names) > _NAMES_SHOWN_MAX else ""
+            near = did_you_mean(name[:_COMPARED_MAX].lower(), names)
             raise NotFound(
-                f"The model `{shown(name)}` does not exist; there is {names_shown}{more} (GET /v1/models)",
+                f"The model `{shown(name)}` does not exist; there is {names_shown}{more} (GET /v1/models){near}",
                 param="model",
                 code="model_not_found",
             )

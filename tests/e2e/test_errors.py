@@ -226,6 +226,13 @@ def test_a_model_is_not_deleted(gateway: Gateway) -> None:
     assert client.models.retrieve("mock").id == "mock"
 
 
+def test_a_misspelt_field_is_told(gateway: Gateway) -> None:
+    """A field that only looks like a known one goes on, with a warning; a server's own field without one."""
+    told = gateway.chat("hello", temprature=0).headers["x-sameway-warning"]
+    assert told == "temprature is no field that Sameway knows; did you mean temperature?"
+    assert "x-sameway-warning" not in gateway.chat("hello", guided_regex="a").headers
+
+
 def test_which_models_there_are_is_said(gateway: Gateway) -> None:
     """At the start, and in the 404 for another one: the packaged model is not there where `models` are configured. A key that
     is limited to some models reads the names of those alone, and a long name is cut."""
@@ -233,6 +240,8 @@ def test_which_models_there_are_is_said(gateway: Gateway) -> None:
     reply = gateway.chat("hello", model="smollm2-135m-instruct")
     assert (reply.status_code, assert_openai_shape(reply)["code"]) == (404, "model_not_found")
     assert "does not exist; there is `busy`, `busy-too`, `cut`, " in reply.json()["error"]["message"]
+    near = gateway.chat("hello", model="Busy-To").json()["error"]["message"]
+    assert near.endswith("(GET /v1/models); did you mean busy-too?")
     team = gateway.admin("POST", "/teams", json={"name": "narrow"})
     limited = {"name": "limited", "models": ["slow", "no-more"]}
     key = gateway.admin("POST", f"/teams/{team['id']}/keys", json=limited)["plaintext"]
