@@ -261,13 +261,7 @@ class SessionsOut(_Out):
     sessions: list[SessionOut]
 
 
-class BudgetOut(_Out):
-    """A budget, and what counts against it now; the live figures are null while Redis is away.
-
-    Amounts are in `unit`; those in µUSD are null for another unit. Of a budget on each value the
-    figures are those of `fullest`, the value with the most use.
-    """
-
+class BudgetTerms(_Out):
     id: int
     team_id: int
     window: WindowKind
@@ -283,6 +277,15 @@ class BudgetOut(_Out):
     overdraft: Overdraft
     raised_by: int = 0
     raised_until_s: float | None = None
+
+
+class BudgetOut(BudgetTerms):
+    """A budget, and what counts against it now; the live figures are null while Redis is away.
+
+    Amounts are in `unit`; those in µUSD are null for another unit. Of a budget on each value the
+    figures are those of `fullest`, the value with the most use.
+    """
+
     window_id: str | None = None
     fullest: str | None = None
     spent: int | None = None
@@ -739,9 +742,7 @@ class ConfiguredOut(_Out):
     history: list[ModelChangeOut] = Field(description="the latest changes, newest first")
 
 
-class DeploymentOut(_Out):
-    """Predictions are for a prompt of 500 tokens. `running` and `waiting` are those of the worker that answered this."""
-
+class DeploymentFacts(_Out):
     name: str
     group: str = Field("", description="the deployment whose replica it is; else its own name")
     alias: str
@@ -762,6 +763,11 @@ class DeploymentOut(_Out):
     can_chat: bool = Field(True, description="false: its model is for something else, as embeddings")
     capabilities: tuple[str, ...]
     are_capabilities_assumed: bool = Field(False, description="those of its kind of backend, as its model is not known")
+
+
+class DeploymentOut(DeploymentFacts):
+    """Predictions are for a prompt of 500 tokens. `running` and `waiting` are those of the worker that answered this."""
+
     hold_microusd: int = Field(0, description="what a short question without `max_tokens` holds of a budget")
     hold_output_tokens: int = Field(0, description="the answer that this assumes")
     context_tokens_max: int | None

@@ -162,7 +162,7 @@ _Rows = AsyncIterator[dict[str, Any]]
 
 
 def _add_files(
-    api: APIRouter, path: str, name: str, rows_of: Callable[..., Any], words: str, columns: tuple[str, ...]
+    api: APIRouter, path: str, name: str, rows_of: Callable[..., Any], purpose: str, columns: tuple[str, ...]
 ) -> None:
     """The routes of two files of the rows that `rows_of` finds; who may see the list `name` may have them."""
 
@@ -173,12 +173,12 @@ def _add_files(
         file = await asyncio.to_thread(ParquetFile, columns)
         return StreamingResponse(file.stream(rows), media_type=PARQUET, headers=_attached(f"{name}.parquet"))
 
-    as_csv.__doc__ = f"{words}, as CSV (RFC 4180)."
-    as_parquet.__doc__ = f"{words}, as Parquet with types; needs the extra `parquet`."
+    as_csv.__doc__ = f"{purpose}, as CSV (RFC 4180)."
+    as_parquet.__doc__ = f"{purpose}, as Parquet with types; needs the extra `parquet`."
     text, binary = ({"schema": {"type": "string", **more}} for more in ({}, {"format": "binary"}))
     for end, media, schema, endpoint in (("csv", "text/csv", text, as_csv), ("parquet", PARQUET, binary, as_parquet)):
-        found: dict[int | str, dict[str, Any]] = {200: {"content": {media: schema}}}
-        api.get(f"{path}.{end}", name=name, response_class=StreamingResponse, responses=found)(endpoint)
+        replies: dict[int | str, dict[str, Any]] = {200: {"content": {media: schema}}}
+        api.get(f"{path}.{end}", name=name, response_class=StreamingResponse, responses=replies)(endpoint)
 
 
 def _attached(name: str) -> dict[str, str]:
@@ -189,9 +189,9 @@ async def _ledger(parts: WorkerParts, where: LedgerRows) -> _Rows:
     return views.ledger_rows(parts, where)
 
 
-async def _sums(found: Annotated[models.LedgerSumsOut, Depends(views.ledger_sums)]) -> _Rows:
+async def _sums(sums: Annotated[models.LedgerSumsOut, Depends(views.ledger_sums)]) -> _Rows:
     async def rows() -> _Rows:
-        for one in found.sums:
+        for one in sums.sums:
             yield one.model_dump()
 
     return rows()

@@ -73,9 +73,9 @@ async def savings(parts: WorkerParts, where: Saved) -> models.SavingsOut:
     running = target = None
     if where.team_id is None and where.alias is None:  # from the first team on, up to now
         began_s = max(first_s, min((team.created_at_s for team in teams), default=end_s))
-        until_now_s, monthly = min(end_s, parts.clock()), parts.settings.savings
-        running = _of_months(monthly.running_usd_per_month, began_s, until_now_s)
-        target = _of_months(monthly.target_usd_per_month or 0, began_s, until_now_s) or None
+        until_now_s, settings = min(end_s, parts.clock()), parts.settings
+        running = _of_months(settings.savings.running_usd_per_month, began_s, until_now_s)
+        target = _of_months(settings.savings.target_usd_per_month or 0, began_s, until_now_s) or None
     net = None if running is None else amounts[BASELINE] - amounts[SPENT] - running
     return _waterfall(
         models.SavingsOut,
