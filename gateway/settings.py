@@ -791,6 +791,15 @@ class LedgerSettings(_Section):
         return None if url is None else _place(url)
 
 
+class SavingsSettings(_Section):
+    running_usd_per_month: float = Field(0.0, ge=0)
+    """USD that running Sameway itself costs in a calendar month: machines, storage, people; the page
+    Savings takes it off"""
+    target_usd_per_month: float | None = Field(None, gt=0)
+    """USD that Sameway is to save in a calendar month, after what running it costs; the page Savings
+    says whether it was met; absent: there is no target"""
+
+
 class TraceSettings(_Section):
     endpoint: str | None = None
     """the URL that takes traces by OTLP over HTTP, such as http://localhost:4318/v1/traces (needs
@@ -984,6 +993,7 @@ class Settings(_Section):
     batches: BatchSettings = BatchSettings()
     ledger: LedgerSettings = LedgerSettings()
     responses: ResponseSettings = ResponseSettings()
+    savings: SavingsSettings = SavingsSettings()
     traces: TraceSettings = TraceSettings()
     engines: dict[str, EngineSettings] = {"default": EngineSettings()}
     """local engines, one process each"""

@@ -102,6 +102,7 @@ def test_every_setting_has_a_sentence() -> None:
         "batches",
         "ledger",
         "responses",
+        "savings",
         "traces",
     ]
 

@@ -7,6 +7,7 @@ Each function is a filter of the templates. No HTML but the <time> element of `a
 import json
 import math
 import re
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,19 +20,35 @@ from policies.prices import dollars as exact_dollars
 NOTHING = "–"
 
 
-def usd(microusd: int | None) -> str:
-    """Dollars with the decimals that matter: $1,234, $12.30, $0.0042, $0.000120."""
+def usd(microusd: int | None, decimals: int | None = None) -> str:
+    """Dollars with `decimals`, those of a whole column; else with the decimals that matter: $1,234, $12.30, $0.0042."""
     if microusd is None:
         return NOTHING
-    if microusd == 0:
-        return "$0"
+    if decimals is not None and 0 < abs(microusd) * 10**decimals < 500_000:
+        return f"{'-' if microusd < 0 else ''}<${10**-decimals:.{decimals}f}"
+    places = _decimals(microusd) if decimals is None else decimals
+    return f"{'-' if microusd < 0 else ''}${abs(microusd) / 1e6:,.{places}f}"
+
+
+def _decimals(microusd: int) -> int:
+    """The decimals with which an amount has three figures, without zeros beyond the cents: $0.0120 is $0.012."""
     dollars = abs(microusd) / 1e6
-    decimals = 0 if dollars >= 1_000 else 2 if dollars >= 1 else min(6, 2 - math.floor(math.log10(dollars)))
-    text = f"{dollars:,.{decimals}f}"
-    if decimals > 2:  # $0.0120 is $0.012
-        whole, _, fraction = text.partition(".")
-        text = f"{whole}.{fraction.rstrip('0').ljust(2, '0')}"
-    return f"{'-' if microusd < 0 else ''}${text}"
+    if dollars >= 1 or not dollars:
+        return 2 if 0 < dollars < 1_000 else 0
+    fraction = f"{dollars:.{min(6, 2 - math.floor(math.log10(dollars)))}f}".partition(".")[2]
+    return max(2, len(fraction.rstrip("0")))
+
+
+def decimals(rows: Iterable[Any], name: str = "") -> int:
+    """The decimals that all amounts of a column share: those of the finest one, or cents where there are $100 and more."""
+    found = (row if not name else row[name] if isinstance(row, Mapping) else getattr(row, name) for row in rows)
+    amounts = [abs(amount) for amount in found if amount]
+    return 2 if max(amounts, default=0) >= 100_000_000 else max(map(_decimals, amounts), default=0)
+
+
+def sign(amount: float | None) -> str:
+    """The class of an amount that was saved: good above 0, bad below it."""
+    return "good" if amount and amount > 0 else "bad" if amount else ""
 
 
 def dollars(microusd: int) -> str:

@@ -191,16 +191,11 @@ class RotateIn(_In):
     overlap_s: float = Field(86_400, ge=0, le=90 * 86_400, description="for which the old secret works, too")
 
 
-class KeyPatch(_In):
+class KeyPatch(KeyIn):
     """Only the fields that are sent change."""
 
     name: _Name = ""
     is_active: bool = True
-    expires_at_s: float | None = Field(None, gt=0, le=1e11)
-    requests_per_min: _Rate | None = None
-    tokens_per_min: _Rate | None = None
-    models: _Models | None = None
-    addresses: _Networks | None = None
 
 
 _LIMITS = ("limit_microusd", "limit_tokens", "limit_requests")
@@ -621,6 +616,14 @@ class SavingsOut(SavingsSumOut):
     until_s: int
     unknown_requests: int = Field(description="generations and hits without a known baseline, as a price is missing")
     unknown_cost_microusd: int = Field(description="what they cost; not in `spent_microusd`")
+    running_microusd: int | None = Field(
+        description="what running Sameway cost in these days, by `savings.running_usd_per_month`; null: of a team or model"
+    )
+    net_microusd: int | None = Field(description="saved less running")
+    target_microusd: int | None = Field(
+        description="of these days, by `savings.target_usd_per_month`; null: none is set, or of a team or model"
+    )
+    is_target_met: bool | None = Field(description="whether `net_microusd` reaches it")
     by_team: list[TeamSavingsOut]
     days: list[DaySavingsOut]
 

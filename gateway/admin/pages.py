@@ -5,7 +5,9 @@ its looks.
 """
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Annotated, Any, get_args
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
 from starlette.routing import BaseRoute
@@ -26,7 +28,7 @@ from gateway.admin.guard import principal_of
 from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut
 from gateway.admin.parts import AdminParts
-from gateway.admin.queries import GROUPS, CacheKind, RouteFilter, RouteOutcome, id_of
+from gateway.admin.queries import GROUPS, CacheKind, RouteFilter, RouteOutcome, days_of, id_of, ledger_filter, periods
 from gateway.admin.roles import may
 from gateway.admin.sign_in import add_doors, end_sessions
 from gateway.settings import NEAR_SIMILARITY_MIN, Role, is_pattern
@@ -40,7 +42,6 @@ _AUDIT_PER_PAGE = 100
 _PEOPLE_SHOWN = 200
 _TEAMS_PER_PAGE = 100
 _LATEST = 6
-_SPANS = {"1": "today", "7": "7 days", "30": "30 days", "90": "90 days", "365": "a year"}
 
 
 def page_routes(parts: AdminParts) -> list[BaseRoute]:
@@ -148,13 +149,10 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
 
     @router.get("/savings")
     async def savings(request: Request) -> Response:
-        query = request.query_params
-        days = query.get("days", "")
-        days = days if days in _SPANS else str(savings_views.DAYS)
-        team_id, model = _team_id(request), query.get("model", "")
-        sums = await savings_views.savings(
-            parts, team_id, model, from_s=parts.clock() - (int(days) - 1) * savings_views.DAY_S
-        )
+        team_id, model = _team_id(request), request.query_params.get("model", "")
+        where = savings_views.savings_filter(parts, team_id, model, **days_of(request.query_params))
+        sums = await savings_views.savings(parts, where)
+        certified = await views.or_none(cache_views.certificate(parts, team_id, model))
         return pages.render(
             request,
             "savings.html",
@@ -163,17 +161,18 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             chart=savings_chart(sums),
             team_id=team_id,
             model=model,
-            days=days,
-            spans=_SPANS,
+            days=_shown_days(parts, request, where),
+            twin=_twin(where),
+            by_team=[(one, with_query(request, {"team_id": str(one.team_id)})) for one in sums.by_team],
+            certificates=[one for one in certified["certificates"] if one.hits] if certified is not None else None,
             choices=await views.ledger_choices(parts, _among(request, team_id)),
         )
 
     @router.get("/ledger")
     async def ledger(request: Request, cursor: str = "") -> Response:
         query = request.query_params
-        where = LedgerFilter(
-            team_id=_team_id(request), alias=query.get("model") or None, deployment=query.get("deployment") or None
-        )
+        model, deployment = query.get("model"), query.get("deployment")
+        where = ledger_filter(_team_id(request), model=model, deployment=deployment, **days_of(query))
         by = query.get("by", "")
         if by in ("user", "tag", "region"):  # whose sums are kept by team and day alone
             where = replace(where, alias=None, deployment=None, tag=query.get("tag") or None if by == "tag" else None)
@@ -186,11 +185,12 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             "ledger.html",
             rows=page["rows"],
             older=with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
-            csv=with_query(request, {"cursor": None, "by": None, "tag": None}),
             by=by,
             groups=GROUPS,
             sums=sums,
-            twin=with_query(request, {"model": where.alias, "deployment": where.deployment, "tag": where.tag}),
+            days=_shown_days(parts, request, where),
+            twin=_twin(where, by=by, tag=where.tag) if sums else _twin(where),
+            cursor=cursor,
             where=where,
             is_filtered=where != LedgerFilter(),
             requests=sum(total.requests for total in totals),
@@ -212,6 +212,25 @@ async def _shown_routes(
         "prices": {one.name: one for one in parts.deployments()},
         "advice": {reason: misses.CAUSES[cause] for reason, cause in misses.CAUSE_OF.items()},
     }
+
+
+def _shown_days(parts: AdminParts, request: Request, where: LedgerFilter) -> dict[str, Any]:
+    """The first and last day of a filter, and the periods that a page offers, each with its query and whether it is shown."""
+    bounds = (where.from_ms, where.until_ms and where.until_ms - 1)
+    shown = tuple(None if at is None else datetime.fromtimestamp(at / 1000, UTC).date() for at in bounds)
+    offered = [
+        (words, with_query(request, {"from": str(days[0]), "until": str(days[1]), "cursor": None}), days == shown)
+        for words, days in periods(parts.clock()).items()
+    ]
+    return {"first": shown[0], "last": shown[1], "offered": offered}
+
+
+def _twin(where: LedgerFilter, **more: str | None) -> str:
+    """The query of the API for the rows of a page."""
+    bounds = {"from_s": where.from_ms, "until_s": where.until_ms}
+    named = {"team_id": where.team_id, "model": where.alias, "deployment": where.deployment, **more}
+    named |= {name: bound // 1000 for name, bound in bounds.items() if bound is not None}
+    return urlencode({name: value for name, value in named.items() if value not in (None, "")})
 
 
 def _route_filter(request: Request) -> RouteFilter:

@@ -35,7 +35,7 @@ GROUPS: dict[str, Any] = {
 }
 _ALL_TEAMS = "list_teams list_keys list_budgets teams get_team list_keys_of_team list_budgets_of_team list_values team"
 _ONE_TEAM = "get_team list_keys_of_team list_budgets_of_team list_values team"
-_SUMS = "stats savings ledger ledger_sums ledger_csv ledger_parquet"
+_SUMS = "stats savings ledger ledger_sums"
 _MACHINE = "overview status deployments hosts batches list_models models"
 _CACHE = "cache cache_misses cache_verifier certificate near_misses wrong"
 _BUDGETS = "create_budget update_budget raise_budget reset_budget delete_budget"

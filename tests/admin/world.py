@@ -73,6 +73,8 @@ PAGES = (
     "/batches",
     "/ledger",
     "/audit",
+    "/sessions",
+    "/me",
     "/playground",
 )
 """Every page of a session, after `/admin`, but those of a team."""
