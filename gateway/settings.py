@@ -781,6 +781,9 @@ class AccessSettings(_Section):
     """how far the provider's clock may differ from ours"""
     token_s_max: int = Field(3600, ge=60)
     """seconds after its `iat` until which a token at /v1 is taken, if its `exp` is later"""
+    claude_settings: dict[str, Any] = {}
+    """what Claude Code applies as managed settings where people signed in by it, as
+    `{"env": {"CLAUDE_CODE_ENABLE_GATEWAY_MODEL_DISCOVERY": "1"}}`"""
     is_admin_key_taken: bool = True
     """the admin key opens the dashboard and the admin API; without, only people who sign in do"""
 

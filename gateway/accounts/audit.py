@@ -38,6 +38,7 @@ BUDGET_CREATED, BUDGET_CHANGED, BUDGET_DELETED = "budget_created", "budget_chang
 CACHE_PURGED, ANSWER_CLEARED, VERDICT_GIVEN = "cache_purged", "answer_cleared", "verdict_given"
 TEXTS_SHOWN = "texts_shown"
 SIGNED_IN, SIGNED_OUT, SESSION_ENDED = "signed_in", "signed_out", "session_ended"
+AGENT_SIGNED_IN = "agent_signed_in"
 USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
 """The use of a deployment after an action; empty: in use."""
 _SELDOM_MS = 600_000

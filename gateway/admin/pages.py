@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute
 
 from gateway.accounts.ledger import Group, LedgerFilter
 from gateway.admin import budgets, cache_views, configuration, misses, savings_views, teams, verifier_views, views
+from gateway.admin.agents import add_device_page, agent_routes
 from gateway.admin.charts import (
     ANSWERS,
     kinds_bar,
@@ -50,6 +51,7 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
     renders = _add_overview(router, parts, pages) | _add_teams(router, parts, pages) | _add_cache(router, parts, pages)
     add_forms(router, parts, renders)
     add_doors(router, parts, pages)
+    add_device_page(router, parts, pages)
 
     files = APIRouter(include_in_schema=False)
 
@@ -65,7 +67,7 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
     async def favicon() -> Response:
         return static_file("favicon.svg") or Response(status_code=404)
 
-    return [*files.routes, *router.routes]
+    return [*agent_routes(parts), *files.routes, *router.routes]
 
 
 def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:

@@ -150,7 +150,7 @@ async def end_sessions(parts: AdminParts, request: Request) -> Response:
     except (TokenRefused, ProviderAway) as error:
         _log.warning("logout_refused", client=client_of(request), reason=str(error))
         return Response(status_code=400, headers={"cache-control": "no-store"})
-    ended = await guard.sessions.end_all([guard.mark("sign-in")], **named)
+    ended = await guard.sessions.end_all([guard.mark("sign-in"), guard.mark("agent")], **named)
     _log.info("sessions_ended", by="the provider", sessions=ended)
     return Response(status_code=200, headers={"cache-control": "no-store"})
 

@@ -133,15 +133,15 @@ _MONTH_S = 30 * 86_400
 
 async def list_sessions(parts: WorkerParts) -> models.SessionsOut:
     """Who is signed in at the dashboard, the latest first."""
-    sessions = await parts.guard.sessions.open_ones(parts.guard.marks)
+    sessions = await parts.guard.sessions.open_ones(parts.guard.all_marks)
     return models.SessionsOut(sessions=[models.SessionOut.of(session, id=session.id) for session in sessions])
 
 
 async def end_session(parts: WorkerParts, session_id: models.SessionId, operator: Acting) -> None:
     """Ends a session: its cookie opens nothing any more. It is in the audit log."""
-    for session in await parts.guard.sessions.open_ones(parts.guard.marks):
+    for session in await parts.guard.sessions.open_ones(parts.guard.all_marks):
         if session.id == session_id:
             await parts.audit.add(parts.audit_row(SESSION_ENDED, f"{session.actor}, {session.client}", operator))
-            await parts.guard.sessions.end_all(parts.guard.marks, digest=session.digest)
+            await parts.guard.sessions.end_all(parts.guard.all_marks, digest=session.digest)
             return
     raise DoesNotExist(f"there is no session {session_id}")

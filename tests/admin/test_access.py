@@ -38,11 +38,11 @@ _MACHINE = "overview status deployments hosts batches list_models models"
 _CACHE = "cache cache_misses cache_verifier certificate near_misses wrong"
 _BUDGETS = "create_budget update_budget raise_budget reset_budget delete_budget"
 MAY = {
-    "money": f"me playground {_SUMS} {_ALL_TEAMS}",
-    "lookers": f"me playground {_MACHINE} {_SUMS} routes requests {_CACHE} {_ALL_TEAMS}",
-    "watch": "me playground audit",
-    "leads": f"me playground {_SUMS} routes requests {_ONE_TEAM} create_key create_own_key revoke_key update_key {_BUDGETS} purge",
-    "people": "me playground create_key create_own_key revoke_key",
+    "money": f"me playground device {_SUMS} {_ALL_TEAMS}",
+    "lookers": f"me playground device {_MACHINE} {_SUMS} routes requests {_CACHE} {_ALL_TEAMS}",
+    "watch": "me playground device audit",
+    "leads": f"me playground device {_SUMS} routes requests {_ONE_TEAM} create_key create_own_key revoke_key update_key {_BUDGETS} purge",
+    "people": "me playground device create_key create_own_key revoke_key",
 }
 """What a group's people may do, by the names of operations and pages."""
 

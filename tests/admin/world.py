@@ -29,6 +29,7 @@ from cache.query import Near, Neighbourhood
 from cache.verdicts import VerdictStore
 from cache.worker import WorkerState, WorkerStatus
 from cache.worker import messages as wire
+from gateway.access.agents import Agents
 from gateway.access.provider import Provider
 from gateway.accounts import LedgerRow
 from gateway.accounts.accounts import Accounts
@@ -256,6 +257,7 @@ async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterato
         settings=settings,
         configuration=unchanged,
         guard=guard,
+        agents=Agents(guard.sessions, guard.mark, link, lambda: world.now_s),
         accounts=accounts,
         ledger=ledger,
         audit=Audit(accounts.database),
