@@ -538,7 +538,7 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
         "/v1/messages": {"POST": messages},
         "/v1/messages/count_tokens": {"POST": CountTokens(parts.pipeline)},
         "/v1/feedback": {"POST": Feedback(parts.pipeline, parts.learning.reports)},
-        **dict.fromkeys(telemetry.PATHS, {"POST": telemetry.Telemetry(parts.pipeline)}),
+        **{path: {"POST": telemetry.Telemetry(parts.pipeline)} for path in telemetry.PATHS},
         "/tokenize": {"POST": TokenizeEndpoint(parts.pipeline)},
         "/detokenize": {"POST": DetokenizeEndpoint(parts.pipeline)},
         "/v1/models": {"GET": models},

@@ -32,10 +32,10 @@ _GRANT = "urn:ietf:params:oauth:grant-type:device_code"
 
 def agent_routes(parts: AdminParts) -> list[BaseRoute]:
     """What agents ask for without a page."""
-    router, access, agents = APIRouter(include_in_schema=False), parts.settings.access, parts.agents
+    router, settings, agents = APIRouter(include_in_schema=False), parts.settings, parts.agents
 
     async def answered(grant: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
-        if not access.client_id:
+        if not settings.access.client_id:
             raise HTTPException(404)
         try:
             return _json(await grant())
@@ -107,19 +107,19 @@ def agent_routes(parts: AdminParts) -> list[BaseRoute]:
 
     @router.get("/managed/settings")
     async def managed_settings(request: Request) -> Response:
-        if not access.client_id:
+        if not settings.access.client_id:
             raise HTTPException(404)
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or await agents.session(given.strip()) is None:
             error = {"type": "authentication_error", "message": "The sign-in has ended: sign in again by /login"}
             return _json({"type": "error", "error": error}, 401)
-        if not access.claude_settings:
+        if not (policy := settings.access.claude_settings):
             raise HTTPException(404)  # no policy, which {} would be
-        checksum = hashlib.sha256(msgspec.json.encode(access.claude_settings, order="sorted")).hexdigest()
+        checksum = hashlib.sha256(msgspec.json.encode(policy, order="sorted")).hexdigest()
         etag = f'"{checksum}"'
         if etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers={"etag": etag})
-        body = {"uuid": checksum[:32], "checksum": checksum, "settings": access.claude_settings}
+        body = {"uuid": checksum[:32], "checksum": checksum, "settings": policy}
         return _json(body, headers={"etag": etag})
 
     return router.routes

@@ -61,6 +61,12 @@ async def signed_in(world: World, client: httpx.AsyncClient) -> dict[str, Any]:
     return tokens
 
 
+def change(world: World, **access: Any) -> None:
+    """Reload the configuration with other values of `access`."""
+    settings = world.admin.settings
+    object.__setattr__(settings, "access", settings.access.model_copy(update=access))
+
+
 def bearers_of(world: World) -> Bearers:
     """What takes tokens in another worker."""
     guard = world.admin.guard
@@ -204,13 +210,13 @@ async def test_managed_settings_are_asked_for_again_only_if_they_changed(
     assert (await client.get("/managed/settings")).json()["error"]["type"] == "authentication_error"
     signed = {"authorization": f"Bearer {(await signed_in(world, client))['access_token']}"}
     assert (await client.get("/managed/settings", headers=signed)).status_code == 404
-    world.admin.settings.access.claude_settings = {"env": {"A": "1"}}
+    change(world, claude_settings={"env": {"A": "1"}})
     first = await client.get("/managed/settings", headers=signed)
     assert first.json()["settings"] == {"env": {"A": "1"}}
     assert first.headers["etag"] == f'"{first.json()["checksum"]}"'
     again = await client.get("/managed/settings", headers={**signed, "if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
-    world.admin.settings.access.claude_settings = {"env": {"A": "2"}}
+    change(world, claude_settings={"env": {"A": "2"}})
     assert (
         await client.get("/managed/settings", headers={**signed, "if-none-match": first.headers["etag"]})
     ).status_code == 200
@@ -220,7 +226,7 @@ async def test_without_a_sign_in_there_is_no_protocol(place: Place, client: http
     """Without `client_id` discovery, codes and tokens are 404, and a token of before is no key."""
     world, _ = place
     token = (await signed_in(world, client))["access_token"]
-    world.admin.settings.access.client_id = ""
+    change(world, client_id="")
     paths = ("/.well-known/oauth-authorization-server", "/managed/settings")
     assert {(await client.get(path)).status_code for path in paths} == {404}
     assert {(await client.post(f"/oauth/{path}")).status_code for path in ("token", "revoke")} == {404}
