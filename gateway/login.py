@@ -61,6 +61,8 @@ def credential(url: str) -> str:
     """An access token that lasts for some minutes; empty where nobody signed in. Raises CommandError, and what
     `console.opened` raises.
     """
+    if not _file().exists():
+        return ""
     with _stored() as stored:
         if (kept := stored.get(url)) is None:
             return ""
@@ -93,13 +95,16 @@ def _posted(url: str, form: dict[str, str]) -> dict[str, Any]:
     return answer
 
 
+def _file() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "sameway" / "credentials.json"
+
+
 @contextmanager
 def _stored() -> Iterator[dict[str, Any]]:
     """The tokens by the gateway's address; changes are written at the end, unless there was an error."""
-    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "sameway"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    file = folder / "credentials.json"
-    with (folder / "lock").open("w") as lock:
+    file = _file()
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with file.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         before = file.read_text() if file.exists() else "{}"
         stored = json.loads(before)
