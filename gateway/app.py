@@ -348,8 +348,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, fleet)
     lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds)
     guard, learn = _guard(settings, accounts, metrics, link, stack), learning.learn
-    agents = Agents(guard.sessions, guard.mark, link)
-    keys = Bearers(settings, guard.provider, accounts, agents)
+    keys = Bearers(settings, guard.provider, accounts, guard.agents)
     services: dict[str, Any] = {"money": money, "fleet": fleet, "bearers": keys, "emit": emit, "learn": learn}
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, **services)
     learning.connect(pipeline)
@@ -364,7 +363,6 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
         settings=settings,
         configuration=Configuration(settings, pipeline, semantic, learning, metrics=metrics, link=link),
         guard=guard,
-        agents=agents,
         link=link,
         accounts=accounts,
         ledger=ledger,
@@ -485,7 +483,9 @@ def _guard(settings: Settings, accounts: Accounts, metrics: Metrics, link: Redis
     stack.callback(provider.aclose)
     sessions = Sessions(accounts.database, time.time)
     count = lambda endpoint, outcome: metrics.add(m.WRONG_KEYS, 1, endpoint, outcome)  # noqa: E731
-    return Guard(settings, sessions, count, redis=link, provider=provider)
+    guard = Guard(settings, sessions, count, redis=link, provider=provider)
+    guard.agents = Agents(sessions, guard.mark, link)
+    return guard
 
 
 def _routes(settings: Settings, parts: WorkerParts) -> Routes:

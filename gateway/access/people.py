@@ -157,7 +157,7 @@ class Bearers:
     async def _of_agent(self, token: str, seen: _Seen | None) -> _Seen:
         """The caller of a token of our own; `seen`, what it was before, holds while the database is away."""
         try:
-            found = await self._agents.session(token)
+            lasting = await self._agents.session(token)
         except Exception as error:
             if not is_down(error):
                 raise
@@ -165,9 +165,9 @@ class Bearers:
                 raise Unavailable("The database does not answer; try again", code="database_unavailable") from None
             seen.until_s = self._clock() + CHECK_S
             return seen
-        if found is None:
+        if lasting is None:
             raise Unauthenticated("The sign-in has ended: sign in again, such as by `/login` or `sameway login`")
-        session, until_s = found
+        session, until_s = lasting
         return await self._seen_as(session.actor, session.groups, until_s)
 
     async def _seen_as(self, user: str, groups: Iterable[str], until_s: float) -> _Seen:

@@ -32,19 +32,29 @@ _GRANT = "urn:ietf:params:oauth:grant-type:device_code"
 
 def agent_routes(parts: AdminParts) -> list[BaseRoute]:
     """What agents ask for without a page."""
-    router, settings, agents = APIRouter(include_in_schema=False), parts.settings, parts.agents
+    router = APIRouter(include_in_schema=False)
+    _add_begin(router, parts)
+    _add_tokens(router, parts)
+    _add_policy(router, parts)
+    return router.routes
 
-    async def answered(grant: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
-        if not settings.access.client_id:
-            raise HTTPException(404)
-        try:
-            return _json(await grant())
-        except GrantRefused as error:
-            return _json({"error": error.error, "error_description": str(error)}, error.status)
-        except Exception as error:
-            if not isinstance(error, RedisError) and not is_down(error):
-                raise
-            return _json({"error": "temporarily_unavailable", "error_description": "try again shortly"}, 503)
+
+async def _answered(parts: AdminParts, grant: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
+    """What a grant gives, or why not, in OAuth's shape."""
+    if not parts.settings.access.client_id:
+        raise HTTPException(404)
+    try:
+        return _json(await grant())
+    except GrantRefused as error:
+        return _json({"error": error.error, "error_description": str(error)}, error.status)
+    except Exception as error:
+        if not isinstance(error, RedisError) and not is_down(error):
+            raise
+        return _json({"error": "temporarily_unavailable", "error_description": "try again shortly"}, 503)
+
+
+def _add_begin(router: APIRouter, parts: AdminParts) -> None:
+    agents = parts.guard.agents
 
     @router.get("/.well-known/oauth-authorization-server")
     async def metadata(request: Request) -> Response:
@@ -61,7 +71,7 @@ def agent_routes(parts: AdminParts) -> list[BaseRoute]:
                 "revocation_endpoint_auth_methods_supported": ["none"],
             }
 
-        return await answered(said)
+        return await _answered(parts, said)
 
     @router.post("/oauth/device_authorization")
     async def begin(request: Request) -> Response:
@@ -77,7 +87,11 @@ def agent_routes(parts: AdminParts) -> list[BaseRoute]:
                 "interval": INTERVAL_S,
             }
 
-        return await answered(begun)
+        return await _answered(parts, begun)
+
+
+def _add_tokens(router: APIRouter, parts: AdminParts) -> None:
+    agents = parts.guard.agents
 
     @router.post("/oauth/token")
     async def token(request: Request) -> Response:
@@ -93,7 +107,7 @@ def agent_routes(parts: AdminParts) -> list[BaseRoute]:
                     raise GrantRefused("invalid_request", "expected grant_type and device_code or refresh_token")
             raise GrantRefused("unsupported_grant_type", f"expected {_GRANT} or refresh_token")
 
-        return await answered(tokens)
+        return await _answered(parts, tokens)
 
     @router.post("/oauth/revoke")
     async def revoke(request: Request) -> Response:
@@ -103,7 +117,11 @@ def agent_routes(parts: AdminParts) -> list[BaseRoute]:
             await agents.revoke(form.get("token", ""))
             return {}
 
-        return await answered(revoked)
+        return await _answered(parts, revoked)
+
+
+def _add_policy(router: APIRouter, parts: AdminParts) -> None:
+    settings, agents = parts.settings, parts.guard.agents
 
     @router.get("/managed/settings")
     async def managed_settings(request: Request) -> Response:
@@ -121,8 +139,6 @@ def agent_routes(parts: AdminParts) -> list[BaseRoute]:
             return Response(status_code=304, headers={"etag": etag})
         body = {"uuid": checksum[:32], "checksum": checksum, "settings": policy}
         return _json(body, headers={"etag": etag})
-
-    return router.routes
 
 
 def add_device_page(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
@@ -142,7 +158,7 @@ def add_device_page(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         form, access, session = await read_form(request), parts.settings.access, await parts.guard.session(request)
         code, is_allowed = form.get("user_code", ""), form.get("decision") == "allow"
         if session is None or not session.subject:
-            raise Forbidden("The admin key has no team: sign in as a person, and open the page again", code="no_person")
+            raise Forbidden("The admin key has no team: sign in as a person, and open the page again")
         team_of(session.groups, access, parts.accounts.team_ids)
         if wait_s := await guesses.wait_s("device", client):
             raise RateLimited("Too many wrong codes came from your address: wait, and try again", wait_s)
@@ -153,7 +169,7 @@ def add_device_page(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             "sid": session.sid,
             "groups": list(session.groups),
         }
-        if not await parts.agents.decide(code, person if is_allowed else None):
+        if not await parts.guard.agents.decide(code, person if is_allowed else None):
             await guesses.add("device", client)
             problem = "No sign-in waits for this code: it is mistyped, was used, or is over ten minutes old."
             return page(request, 400, code=code, problem=problem)

@@ -32,6 +32,7 @@ from starlette.exceptions import HTTPException
 
 from cache import CacheUnavailable
 from gateway import accounts
+from gateway.access.agents import Agents
 from gateway.access.people import ADMIN_KEY, roles_of
 from gateway.access.provider import Provider
 from gateway.accounts.database import is_down
@@ -141,6 +142,7 @@ class Guard:
         self._settings = settings
         self._own_host = settings.host.lower()
         self.sessions = sessions
+        self.agents: Agents  # set where Redis is there
         self.provider = provider or Provider(settings)
         self._count = count
         self.guesses = Guesses(clock, redis)

@@ -19,7 +19,6 @@ from gateway.accounts.audit import TEXTS_SHOWN, AuditRow
 if TYPE_CHECKING:
     from cache import ExactCache, SemanticClient
     from cache.verdicts import VerdictStore
-    from gateway.access.agents import Agents
     from gateway.accounts.accounts import Accounts
     from gateway.accounts.audit import Audit
     from gateway.accounts.ledger import Ledger
@@ -50,7 +49,6 @@ class AdminParts:
     settings: Settings
     configuration: Configuration
     guard: Guard
-    agents: Agents
     accounts: Accounts
     ledger: Ledger
     audit: Audit

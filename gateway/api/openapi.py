@@ -283,7 +283,7 @@ PATHS: dict[str, Any] = {
     **{f"/v1{kind.path}": {"post": _plain(kind)} for kind in KINDS if kind.name in _PLAIN},
     "/v1/feedback": {"post": _by("Report a response right or wrong", FeedbackRequest)},
     **{
-        path: {"post": operation("Telemetry of Claude Code, which is dropped", None, errors_of="Anthropic")}
+        path: {"post": operation("Telemetry of an agent, which is dropped", None, errors_of="Anthropic")}
         for path in telemetry.PATHS
     },
     "/tokenize": {"post": operation("The tokens of a text or a conversation, by a local engine", _TOKENIZE_BODY)},

@@ -253,11 +253,11 @@ async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterato
     accounts.follow_uses(fleet.take_uses)
     link: Any = redis  # without the loop that exchanges
     unchanged: Any = SimpleNamespace(refused="", kept=frozenset())  # a whole worker has a configuration that changes
+    guard.agents = Agents(guard.sessions, guard.mark, link, lambda: world.now_s)
     admin = AdminParts(
         settings=settings,
         configuration=unchanged,
         guard=guard,
-        agents=Agents(guard.sessions, guard.mark, link, lambda: world.now_s),
         accounts=accounts,
         ledger=ledger,
         audit=Audit(accounts.database),
