@@ -54,8 +54,6 @@ async def _answered(parts: AdminParts, grant: Callable[[], Awaitable[dict[str, A
 
 
 def _add_begin(router: APIRouter, parts: AdminParts) -> None:
-    agents = parts.guard.agents
-
     @router.get("/.well-known/oauth-authorization-server")
     async def metadata(request: Request) -> Response:
         async def said() -> dict[str, Any]:
@@ -76,7 +74,7 @@ def _add_begin(router: APIRouter, parts: AdminParts) -> None:
     @router.post("/oauth/device_authorization")
     async def begin(request: Request) -> Response:
         async def begun() -> dict[str, Any]:
-            device_code, user_code = await agents.begin(network_of(client_of(request)))
+            device_code, user_code = await parts.guard.agents.begin(network_of(client_of(request)))
             page = f"{_root(request)}/admin/device"
             return {
                 "device_code": device_code,
@@ -91,8 +89,6 @@ def _add_begin(router: APIRouter, parts: AdminParts) -> None:
 
 
 def _add_tokens(router: APIRouter, parts: AdminParts) -> None:
-    agents = parts.guard.agents
-
     @router.post("/oauth/token")
     async def token(request: Request) -> Response:
         form = await read_form(request)
@@ -100,9 +96,9 @@ def _add_tokens(router: APIRouter, parts: AdminParts) -> None:
         async def tokens() -> dict[str, Any]:
             match form.get("grant_type"), form.get("device_code"), form.get("refresh_token"):
                 case str(kind), str(code), _ if kind == _GRANT:
-                    return await agents.poll(code)
+                    return await parts.guard.agents.poll(code)
                 case "refresh_token", _, str(refresh):
-                    return await agents.refresh(refresh)
+                    return await parts.guard.agents.refresh(refresh)
                 case kind, _, _ if kind in (_GRANT, "refresh_token", None):
                     raise GrantRefused("invalid_request", "expected grant_type and device_code or refresh_token")
             raise GrantRefused("unsupported_grant_type", f"expected {_GRANT} or refresh_token")
@@ -114,21 +110,21 @@ def _add_tokens(router: APIRouter, parts: AdminParts) -> None:
         form = await read_form(request)
 
         async def revoked() -> dict[str, Any]:
-            await agents.revoke(form.get("token", ""))
+            await parts.guard.agents.revoke(form.get("token", ""))
             return {}
 
         return await _answered(parts, revoked)
 
 
 def _add_policy(router: APIRouter, parts: AdminParts) -> None:
-    settings, agents = parts.settings, parts.guard.agents
+    settings = parts.settings
 
     @router.get("/managed/settings")
     async def managed_settings(request: Request) -> Response:
         if not settings.access.client_id:
             raise HTTPException(404)
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or await agents.session(given.strip()) is None:
+        if scheme.lower() != "bearer" or await parts.guard.agents.session(given.strip()) is None:
             error = {"type": "authentication_error", "message": "The sign-in has ended: sign in again by /login"}
             return _json({"type": "error", "error": error}, 401)
         if not (policy := settings.access.claude_settings):
