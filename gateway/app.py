@@ -29,6 +29,7 @@ from starlette.routing import Match
 
 from cache import CacheUnavailable, ExactCache, SemanticClient
 from cache.redis_link import RedisLink
+from gateway.access.agents import Agents
 from gateway.access.people import Bearers
 from gateway.access.provider import Provider
 from gateway.accounts.accounts import Accounts
@@ -49,6 +50,7 @@ from gateway.admin.views import deployments_of
 from gateway.alerts.mail import Mail
 from gateway.alerts.watch import AlertWatch, Channel
 from gateway.alerts.webhook import Webhook
+from gateway.api import telemetry
 from gateway.api.asgi import Receive, Scope, Send, headers_of
 from gateway.api.background import Background
 from gateway.api.batches import BatchesEndpoint
@@ -347,7 +349,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, fleet)
     lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds)
     guard, learn = _guard(settings, accounts, metrics, link, stack), learning.learn
-    keys = Bearers(settings, guard.provider, accounts)
+    keys = Bearers(settings, guard.provider, accounts, guard.agents)
     services: dict[str, Any] = {"money": money, "fleet": fleet, "bearers": keys, "emit": emit, "learn": learn}
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, **services)
     learning.connect(pipeline)
@@ -482,7 +484,9 @@ def _guard(settings: Settings, accounts: Accounts, metrics: Metrics, link: Redis
     stack.callback(provider.aclose)
     sessions = Sessions(accounts.database, time.time)
     count = lambda endpoint, outcome: metrics.add(m.WRONG_KEYS, 1, endpoint, outcome)  # noqa: E731
-    return Guard(settings, sessions, count, redis=link, provider=provider)
+    guard = Guard(settings, sessions, count, redis=link, provider=provider)
+    guard.agents = Agents(sessions, guard.mark, link)
+    return guard
 
 
 def _routes(settings: Settings, parts: WorkerParts) -> Routes:
@@ -535,6 +539,7 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
         "/v1/messages": {"POST": messages},
         "/v1/messages/count_tokens": {"POST": CountTokens(parts.pipeline)},
         "/v1/feedback": {"POST": Feedback(parts.pipeline, parts.learning.reports)},
+        **{path: {"POST": telemetry.Telemetry(parts.pipeline)} for path in telemetry.PATHS},
         "/tokenize": {"POST": TokenizeEndpoint(parts.pipeline)},
         "/detokenize": {"POST": DetokenizeEndpoint(parts.pipeline)},
         "/v1/models": {"GET": models},

@@ -895,6 +895,9 @@ class AccessSettings(_Section):
     public_url: str | None = None
     """the URL at which browsers reach the gateway, with the sub-path if there is one; absent: the
     `Host` of the request"""
+    claude_settings: dict[str, Any] = {}
+    """what Claude Code applies as managed settings where people signed in by it, as
+    `{"env": {"CLAUDE_CODE_ENABLE_GATEWAY_MODEL_DISCOVERY": "1"}}`"""
     is_admin_key_taken: bool = True
     """the admin key opens the dashboard and the admin API; without, only people who sign in do"""
 

@@ -38,6 +38,7 @@ from cache.redis_link import RedisLink
 from cache.verdicts import Judge, Verdict, VerdictStore
 from cache.verdicts.records import AnswerJudged
 from cache.worker.messages import Embedded
+from gateway.access.agents import Agents
 from gateway.access.people import Bearers
 from gateway.access.provider import Provider
 from gateway.accounts import Identity, LedgerRow, decode_row, partition_of, schema
@@ -45,6 +46,7 @@ from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import NoAnswer
 from gateway.accounts.ledger import Ledger
 from gateway.accounts.provider_ids import ProviderIds
+from gateway.accounts.sessions import Sessions
 from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.api.background import Background
@@ -1132,7 +1134,8 @@ async def _build(settings: Settings, redis: Redis) -> World:
     client: SemanticClient = scripted
     fleet, backends = _fleet(settings, clock, client)
     lookup = SemanticLookup(settings, client, exact, Bounds(settings), clock=clock.unix)
-    bearers = Bearers(settings, Provider(settings, clock.unix), accounts, clock.unix)
+    agents = Agents(Sessions(accounts.database, clock.unix), lambda kind: kind.encode() * 8, redis, clock.unix)
+    bearers = Bearers(settings, Provider(settings, clock.unix), accounts, agents, clock.unix)
     pipeline = Pipeline(
         settings,
         accounts,

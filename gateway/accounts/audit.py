@@ -40,6 +40,7 @@ CACHE_PURGED, ANSWER_CLEARED, VERDICT_GIVEN = "cache_purged", "answer_cleared", 
 TEXTS_SHOWN = "texts_shown"
 PERSON_DISABLED, PERSON_ENABLED, KEYS_KEPT = "person_disabled", "person_enabled", "keys_kept"
 SIGNED_IN, SIGNED_OUT, SESSION_ENDED = "signed_in", "signed_out", "session_ended"
+AGENT_SIGNED_IN = "agent_signed_in"
 USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
 """The use of a deployment after an action; empty: in use."""
 _STATE = frozenset((*USES, MODEL_CHANGED, LEDGER_DROPPED))

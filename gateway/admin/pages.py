@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute
 
 from gateway.accounts.ledger import Group, LedgerFilter
 from gateway.admin import budgets, cache_views, configuration, misses, savings_views, teams, verifier_views, views
+from gateway.admin.agents import add_device_page, agent_routes
 from gateway.admin.charts import (
     ANSWERS,
     kinds_bar,
@@ -53,6 +54,7 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
     renders |= _add_people(router, parts, pages)
     add_forms(router, parts, renders)
     add_doors(router, parts, pages)
+    add_device_page(router, parts, pages)
 
     files = APIRouter(include_in_schema=False)
 
@@ -68,7 +70,7 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
     async def favicon() -> Response:
         return static_file("favicon.svg") or Response(status_code=404)
 
-    return [*files.routes, *router.routes]
+    return [*agent_routes(parts), *files.routes, *router.routes]
 
 
 def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:

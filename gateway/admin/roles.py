@@ -29,7 +29,7 @@ class Access(NamedTuple):
 
 
 TABLE = (
-    Access("See who one is; the playground", "me keep_keys playground", tuple(Role)),
+    Access("See who one is; the playground; sign in an agent", "me keep_keys playground device", tuple(Role)),
     Access("Overview, health, deployments, models, batches",
            "overview status deployments hosts batches list_models models", (_ADMIN, _VIEWER)),
     Access("Sums, savings and the ledger", "stats savings ledger ledger_sums", (_ADMIN, _FINANCE, _VIEWER), (_TEAM_ADMIN,)),

@@ -76,7 +76,7 @@ def _add_login(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         if session is not None:
             await _note(parts, request, SIGNED_OUT, session.actor)
             if session.subject:
-                url = await parts.guard.provider.logout_url(f"{_public(parts, request)}{LOGIN}")
+                url = await parts.guard.provider.logout_url(f"{public_url(parts, request)}{LOGIN}")
         reply: Response = RedirectResponse(LOGIN, 303)
         if url is not None:  # a page, as `form-action` of our own pages allows no redirect elsewhere
             reply = pages.render(request, "away.html", url=url, words="You are logged out here.")
@@ -151,11 +151,11 @@ async def end_sessions(parts: AdminParts, request: Request) -> Response:
     except (TokenRefused, ProviderAway) as error:
         _log.warning("logout_refused", client=client_of(request), reason=str(error))
         return Response(status_code=400, headers={"cache-control": "no-store"})
-    mark, access = [guard.mark("sign-in")], parts.settings.access
-    subjects = {one.subject for one in await guard.sessions.open_ones(mark) if sid and one.sid == sid}
+    marks, access = [guard.mark("sign-in"), guard.mark("agent")], parts.settings.access
+    subjects = {one.subject for one in await guard.sessions.open_ones(marks) if sid and one.sid == sid}
     names = ends_of({subject} - {""} | subjects, sid)
     await parts.accounts.end_tokens(names, at_s, access.token_s_max + access.leeway_s)
-    ended = await guard.sessions.end_all(mark, **({"sid": sid} if sid else {"subject": subject}))
+    ended = await guard.sessions.end_all(marks, **({"sid": sid} if sid else {"subject": subject}))
     _log.info("sessions_ended", by="the provider", sessions=ended)
     return Response(status_code=200, headers={"cache-control": "no-store"})
 
@@ -193,13 +193,13 @@ async def _signed_in(parts: AdminParts, request: Request, begun: str) -> str:
     return await guard.sessions.start(guard.mark("sign-in"), SESSION_S, **facts)
 
 
-def _public(parts: AdminParts, request: Request) -> str:
+def public_url(parts: AdminParts, request: Request) -> str:
     """Where browsers reach the gateway: a `Host` that others choose does not say where the provider sends them."""
     return (parts.settings.access.public_url or str(request.base_url)).rstrip("/")
 
 
 def _callback(parts: AdminParts, request: Request) -> str:
-    return f"{_public(parts, request)}{SIGN_IN}/callback"
+    return f"{public_url(parts, request)}{SIGN_IN}/callback"
 
 
 def _derived(parts: AdminParts, begun: str, use: str) -> str:

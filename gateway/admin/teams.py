@@ -180,7 +180,8 @@ async def disable_person(parts: WorkerParts, body: models.PersonIn, operator: Ac
     if body.name.casefold() in (ADMIN_KEY, ALL_PEOPLE, operator.actor.casefold()):
         raise Invalid("name", "expected another person than yourself, and no key")
     await parts.accounts.disable(body.name, row=parts.audit_row(PERSON_DISABLED, body.name, operator))
-    await parts.guard.sessions.end_all([parts.guard.mark("sign-in")], actor=body.name)
+    marks = [parts.guard.mark(kind) for kind in ("sign-in", "agent")]
+    await parts.guard.sessions.end_all(marks, actor=body.name)
 
 
 async def enable_person(parts: WorkerParts, body: models.PersonIn, operator: Acting) -> None:
@@ -192,15 +193,15 @@ async def enable_person(parts: WorkerParts, body: models.PersonIn, operator: Act
 
 async def list_sessions(parts: WorkerParts) -> models.SessionsOut:
     """Who is signed in at the dashboard, the latest first."""
-    sessions = await parts.guard.sessions.open_ones(parts.guard.marks)
+    sessions = await parts.guard.sessions.open_ones(parts.guard.all_marks)
     return models.SessionsOut(sessions=[models.SessionOut.of(session, id=session.id) for session in sessions])
 
 
 async def end_session(parts: WorkerParts, session_id: models.SessionId, operator: Acting) -> None:
     """Ends a session: its cookie opens nothing any more. It is in the audit log."""
-    for session in await parts.guard.sessions.open_ones(parts.guard.marks):
+    for session in await parts.guard.sessions.open_ones(parts.guard.all_marks):
         if session.id == session_id:
             await parts.audit.add(parts.audit_row(SESSION_ENDED, f"{session.actor}, {session.client}", operator))
-            await parts.guard.sessions.end_all(parts.guard.marks, digest=session.digest)
+            await parts.guard.sessions.end_all(parts.guard.all_marks, digest=session.digest)
             return
     raise DoesNotExist(f"there is no session {session_id}")

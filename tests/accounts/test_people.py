@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from joserfc import jwt
+from redis.asyncio import Redis
 
+from gateway.access.agents import Agents
 from gateway.access.people import Bearers
 from gateway.access.provider import Provider
 from gateway.accounts import schema
 from gateway.accounts.accounts import PEOPLE, Accounts
 from gateway.accounts.errors import Invalid
 from gateway.accounts.persons import ends_of
+from gateway.accounts.sessions import Sessions
 from gateway.settings import AccessSettings, Settings
 from gateway.wire.errors import ApiError
-from tests.provider import AUDIENCE, StandInProvider, provider_of
+from tests.provider import AUDIENCE, CLIENT_ID, StandInProvider, provider_of
 
 NOW_S = 1_800_000_000.0
 
@@ -30,11 +33,12 @@ class Place:
 
     now_s = NOW_S
 
-    def __init__(self, provider: StandInProvider, folder: Path) -> None:
+    def __init__(self, provider: StandInProvider, folder: Path, redis: Any) -> None:
         self.provider = provider
         access = AccessSettings(
             issuer=provider.issuer,
             audience=AUDIENCE,
+            client_id=CLIENT_ID,
             algorithms=["ES256"],
             groups={
                 "watch": {"role": "auditor"},  # type: ignore[dict-item]
@@ -48,7 +52,9 @@ class Place:
         self.accounts = Accounts(self.url, clock=lambda: self.now_s, leavers_days=lambda: settings.access.leavers_days)
         self.of_provider = Provider(settings, lambda: self.now_s)
         self.access = settings.access
-        self.bearers = Bearers(settings, self.of_provider, self.accounts, lambda: self.now_s)
+        sessions = Sessions(self.accounts.database, lambda: self.now_s)
+        self.agents = Agents(sessions, lambda kind: kind.encode() * 8, redis, lambda: self.now_s)
+        self.bearers = Bearers(settings, self.of_provider, self.accounts, self.agents, lambda: self.now_s)
 
     def token(self, **claims: Any) -> str:
         return self.provider.token(**{"realm": {"groups": ["people"]}, "scope": "a llm", **claims})
@@ -61,9 +67,9 @@ class Place:
 
 
 @pytest.fixture
-async def place(tmp_path: Path) -> AsyncIterator[Place]:
+async def place(tmp_path: Path, redis: Redis) -> AsyncIterator[Place]:
     async with provider_of(lambda: Place.now_s) as provider:
-        place = Place(provider, tmp_path)
+        place = Place(provider, tmp_path, redis)
         provider.clock = lambda: place.now_s
         await place.accounts.open()
         await place.accounts.create_team("search")

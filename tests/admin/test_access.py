@@ -41,11 +41,11 @@ _CACHE = "cache cache_misses cache_verifier certificate near_misses wrong"
 _BUDGETS = "create_budget update_budget raise_budget reset_budget delete_budget"
 _KEYS = "create_key create_own_key rotate_key revoke_key"
 MAY = {
-    "money": f"me keep_keys playground {_SUMS} {_ALL_TEAMS}",
-    "lookers": f"me keep_keys playground {_MACHINE} {_SUMS} routes requests {_CACHE} {_ALL_TEAMS}",
-    "watch": "me keep_keys playground audit export_audit",
-    "leads": f"me keep_keys playground {_SUMS} routes requests {_ONE_TEAM} {_KEYS} update_key {_BUDGETS} purge",
-    "people": "me keep_keys playground create_key create_own_key rotate_key revoke_key",
+    "money": f"me keep_keys playground device {_SUMS} {_ALL_TEAMS}",
+    "lookers": f"me keep_keys playground device {_MACHINE} {_SUMS} routes requests {_CACHE} {_ALL_TEAMS}",
+    "watch": "me keep_keys playground device audit export_audit",
+    "leads": f"me keep_keys playground device {_SUMS} routes requests {_ONE_TEAM} {_KEYS} update_key {_BUDGETS} purge",
+    "people": "me keep_keys playground device create_key create_own_key rotate_key revoke_key",
 }
 """What a group's people may do, by the names of operations and pages."""
 

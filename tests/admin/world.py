@@ -29,6 +29,7 @@ from cache.query import Near, Neighbourhood
 from cache.verdicts import VerdictStore
 from cache.worker import WorkerState, WorkerStatus
 from cache.worker import messages as wire
+from gateway.access.agents import Agents
 from gateway.access.provider import Provider
 from gateway.accounts import LedgerRow
 from gateway.accounts.accounts import Accounts
@@ -255,6 +256,7 @@ async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterato
     accounts.follow_uses(fleet.take_uses)
     link: Any = redis  # without the loop that exchanges
     unchanged: Any = SimpleNamespace(refused="", kept=frozenset())  # a whole worker has a configuration that changes
+    guard.agents = Agents(guard.sessions, guard.mark, link, lambda: world.now_s)
     admin = AdminParts(
         settings=settings,
         configuration=unchanged,
