@@ -24,7 +24,7 @@ class Telemetry:
         arrival = arrive("telemetry")
         send = InAnthropicsShape.named(send)
         try:
-            await self._pipeline.authenticate(key_of(headers_of(scope)))
+            await self._pipeline.authenticate(key_of(headers_of(scope)), scope.get("client"))
         except ApiError as error:
             await InAnthropicsShape.send_error(send, arrival.request_id, error)
             return
