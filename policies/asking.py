@@ -10,7 +10,7 @@ calls right, with `f` its share of yes to wrong answers:
 
     risk      (1 - p) f / ((1 - p) f + p)
 
-Every hit by meaning pays its risk from an account into which each request pays 0.8 of `error_max`.
+Every hit by meaning pays its risk from an account into which each request pays 0.75 of `error_max`.
 Invariant: no answer is served on a verifier's word beyond the account.
 """
 
@@ -24,9 +24,9 @@ from policies.routing import PolicyKind, score
 
 FIRST_REQUESTS = 100
 """A namespace's account starts with what so many requests pay, and has no more at any time."""
-_PAID = 0.8  # of the bound; the rest is for chance
+_PAID = 0.75  # of the bound; the rest is for chance
 _AT_ONCE = 0.3  # of what an account has: one hit with a large risk would take the room of many others
-_CONFIRMED = 2.0  # bounds that a yes may risk without a second question
+_CONFIRMED = 1.0  # bounds that a yes may risk without a second question
 _SAME_AGAIN = 0.5  # of wrong answers to two questions about one pair, however put
 _EDGES, _UNSEEN = (0.1, 0.25, 0.4, 0.6, 0.75, 0.88, 0.96), 6.0  # of the bins; the answers that p weighs
 _NAMESPACES_MAX = 20_000

@@ -25,7 +25,7 @@ EXPORTS_MAX = 20
 # fmt: off
 ROOMS = {
     "gateway": (
-        "gateway", "__main__", "cli", "doctor", "console", "worker", "supervisor", "child_output", "reconcile", "app",
+        "gateway", "__main__", "cli", "doctor", "login", "console", "worker", "supervisor", "child_output", "reconcile", "app",
         "admin", "api", "batches", "alerts", "reload", "learning", "telemetry", "pipeline", "journey", "deployments", "backends",
         "masking", "access", "accounts", "wire", "transport", "exceptions", "loggers", "control", "config_file", "data_dir",
         "weights", "settings", "reserved", "extras", "version",

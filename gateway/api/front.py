@@ -44,6 +44,8 @@ _NAME = itemgetter(0)
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 Routes = Mapping[str, Mapping[str, Endpoint]]
 
+_METRICS = "/metrics"  # Prometheus' own, beside the one below /v1
+
 
 class Front:
     """ASGI middleware.
@@ -68,7 +70,8 @@ class Front:
         if methods is None:
             plain, model = _as_v1(_plain(path))
             methods = _methods_of(plain, routes)
-            if methods is None and (methods := _methods_of(below := f"/v1{plain.removeprefix('/v2')}", routes)):
+            below = f"/v1{plain.removeprefix('/v2')}"
+            if methods is None and plain != _METRICS and (methods := _methods_of(below, routes)):
                 plain = below
             if methods is None and plain != "/v1" and not plain.startswith("/v1/"):
                 body = self._bodies.of(receive, headers_of(scope), None)
