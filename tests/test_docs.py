@@ -332,7 +332,7 @@ def test_readme_is_short() -> None:
 
 
 def test_each_generated_row_says_what_it_is_for() -> None:
-    """No row of a generated table ends in an empty cell: its purpose, its meaning."""
-    rows = [row for part in generated().values() for row in part.splitlines() if row.startswith("|")]
+    """No row of a generated table ends in an empty cell (its purpose, its meaning), but a section's, which has a table."""
+    rows = [row for part in generated().values() for row in part.splitlines() if "| see below |" not in row]
     assert rows
     assert [row for row in rows if not row.rpartition(" | ")[2].strip("| ")] == []
