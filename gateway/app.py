@@ -29,6 +29,7 @@ from starlette.routing import Match
 
 from cache import CacheUnavailable, ExactCache, SemanticClient
 from cache.redis_link import RedisLink
+from gateway.access.agents import Agents
 from gateway.access.people import Bearers
 from gateway.access.provider import Provider
 from gateway.accounts.accounts import Accounts
@@ -49,6 +50,7 @@ from gateway.admin.views import deployments_of
 from gateway.alerts.mail import Mail
 from gateway.alerts.watch import AlertWatch, Channel
 from gateway.alerts.webhook import Webhook
+from gateway.api import telemetry
 from gateway.api.asgi import Receive, Scope, Send, headers_of
 from gateway.api.background import Background
 from gateway.api.batches import BatchesEndpoint
@@ -77,13 +79,14 @@ from gateway.deployments.shared_load import SharedLoad
 from gateway.deployments.shared_slots import SharedSlots
 from gateway.exceptions import let_go
 from gateway.journey.budget import Money
+from gateway.journey.guards import Emit
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record
 from gateway.journey.semantic import SemanticLookup
 from gateway.journey.turn import Turn
 from gateway.learning.build import Learning, open_learning
 from gateway.loggers import get_logger
-from gateway.pipeline import Emit, Pipeline
+from gateway.pipeline import Pipeline
 from gateway.reload import Configuration, cache_limits
 from gateway.settings import Settings
 from gateway.telemetry import logs
@@ -309,7 +312,7 @@ async def _open_accounts(settings: Settings, link: RedisLink, stack: AsyncExitSt
         except RedisError as error:  # `refresh` finds the change within seconds
             _log.warning("account_change_not_announced", reason=str(error))
 
-    accounts = Accounts(settings.sql_url, notify=tell_others)
+    accounts = Accounts(settings.sql_url, notify=tell_others, leavers_days=lambda: settings.access.leavers_days)
     try:
         await accounts.open()
     except (SQLAlchemyError, OSError, SchemaUnknown) as error:
@@ -346,7 +349,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, fleet)
     lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds)
     guard, learn = _guard(settings, accounts, metrics, link, stack), learning.learn
-    keys = Bearers(settings, guard.provider, accounts)
+    keys = Bearers(settings, guard.provider, accounts, guard.agents)
     services: dict[str, Any] = {"money": money, "fleet": fleet, "bearers": keys, "emit": emit, "learn": learn}
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, **services)
     learning.connect(pipeline)
@@ -481,7 +484,9 @@ def _guard(settings: Settings, accounts: Accounts, metrics: Metrics, link: Redis
     stack.callback(provider.aclose)
     sessions = Sessions(accounts.database, time.time)
     count = lambda endpoint, outcome: metrics.add(m.WRONG_KEYS, 1, endpoint, outcome)  # noqa: E731
-    return Guard(settings, sessions, count, redis=link, provider=provider)
+    guard = Guard(settings, sessions, count, redis=link, provider=provider)
+    guard.agents = Agents(sessions, guard.mark, link)
+    return guard
 
 
 def _routes(settings: Settings, parts: WorkerParts) -> Routes:
@@ -534,6 +539,7 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
         "/v1/messages": {"POST": messages},
         "/v1/messages/count_tokens": {"POST": CountTokens(parts.pipeline)},
         "/v1/feedback": {"POST": Feedback(parts.pipeline, parts.learning.reports)},
+        **{path: {"POST": telemetry.Telemetry(parts.pipeline)} for path in telemetry.PATHS},
         "/tokenize": {"POST": TokenizeEndpoint(parts.pipeline)},
         "/detokenize": {"POST": DetokenizeEndpoint(parts.pipeline)},
         "/v1/models": {"GET": models},
@@ -621,6 +627,7 @@ def _loops(parts: WorkerParts) -> dict[str, tuple[object, Loop]]:
         "watch": lambda: parts.watch.run(parts.metrics),
         "health": parts.shared_health.run,
         "background": parts.background.run,
+        "audit": lambda: _every(_PURGE_EVERY_S, lambda: parts.audit.forget(settings.access.audit_days, time.time())),
         "responses": lambda: _every(_PURGE_EVERY_S, parts.stored_responses.purge),
         "memory": lambda: _every(_TIDY_EVERY_S, partial(_tidy, parts.pipeline)),
     }

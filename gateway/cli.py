@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gateway import console
+from gateway import console, login
 from gateway.config_file import check_settings, load_settings, notes
 from gateway.settings import Settings, SettingsError, deployment_name
 from gateway.version import VERSION, build
@@ -66,6 +66,14 @@ def command_parser() -> argparse.ArgumentParser:
     run.add_argument("--model", help="the alias that the tool is to use, where it reads one from the environment")
     run.add_argument("command", nargs="+", metavar="-- COMMAND", help="the tool and its arguments")
     run.set_defaults(run=_run)
+
+    for name, does, help in (
+        ("login", _login, "sign in at a gateway by a browser, for `sameway run` without a key"),
+        ("logout", _logout, "end that sign-in"),
+    ):
+        signing = commands.add_parser(name, help=help)
+        signing.add_argument("--url", default="http://127.0.0.1:8080", help="the gateway's address, without /v1")
+        signing.set_defaults(run=does)
 
     status = "Exit status: 0 it is in use, 1 no gateway runs there, 2 it is wrong and nothing has changed."
     help = "have the gateway of this host read its configuration again, without a restart"
@@ -270,8 +278,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     """Replace this process by a tool whose environment names the gateway and the key."""
     url, key = arguments.url.rstrip("/").removesuffix("/v1"), os.environ.get("SAMEWAY_API_KEY", "")
+    try:
+        key = key or login.credential(url)
+    except (console.CommandError, *console.UNREACHABLE) as error:
+        return _refused(str(error), 1)
     if not key:
-        remedy = "set it to a key of the gateway, which `sameway serve` shows once"
+        remedy = f"set it to a key of the gateway, which `sameway serve` shows once, or `sameway login --url {url}`"
         return _refused(f"SAMEWAY_API_KEY is not set: {remedy}", 2)
     try:
         path = f"/v1/models/{urllib.parse.quote(arguments.model, safe='')}" if arguments.model else "/v1/models"
@@ -304,6 +316,29 @@ def _run(arguments: argparse.Namespace) -> int:
         os.execvpe(program, [program, *given], environ)
     except OSError as error:
         return _refused(f"{arguments.command[0]} cannot be started: {error.strerror}", 127)
+
+
+def _login(arguments: argparse.Namespace) -> int:
+    def signed_in(url: str) -> str:
+        login.login(url)
+        return "You are signed in: `sameway run -- claude`"
+
+    return _signing(arguments, signed_in)
+
+
+def _logout(arguments: argparse.Namespace) -> int:
+    return _signing(arguments, lambda url: "You are signed out" if login.logout(url) else "Nobody was signed in")
+
+
+def _signing(arguments: argparse.Namespace, act: Callable[[str], str]) -> int:
+    url = arguments.url.rstrip("/").removesuffix("/v1")
+    try:
+        print(f"{act(url)} ({url})")
+    except console.CommandError as error:
+        return _refused(str(error), 1)
+    except console.UNREACHABLE as error:
+        return _refused(f"{url} cannot be reached ({error}): name a running gateway with --url", 1)
+    return 0
 
 
 def _opencode(url: str, key: str, session: str, listed: dict[str, Any], model: str | None) -> dict[str, Any]:

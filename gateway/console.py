@@ -26,7 +26,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-NOUNS = ("teams", "keys", "budgets", "spend", "ledger", "requests", "cache", "deployments", "hosts", "batches", "audit")
+NOUNS = ("teams", "keys", "budgets", "spend", "ledger", "requests", "cache", "deployments", "hosts", "batches", "people",
+         "audit")  # fmt: skip
 USAGE = "[VERB] [ID] [--FIELD VALUE ...] [--json] [--url URL] [--help]"
 _OTHERS = {"spend": ("ledger", "sums"), "requests": ("routes", "list")}
 _VERBS = {"GET": "show", "PATCH": "update", "DELETE": "delete", "POST": "act"}
@@ -261,7 +262,7 @@ def _cells(fields: dict[str, Any], before: str = "") -> dict[str, str]:
             cells |= _cells(value, f"{name}.")
         elif is_number and name.endswith("microusd"):
             cells[f"{name.removesuffix('microusd')}usd"] = f"{value / 1e6:.6f}".rstrip("0").rstrip(".")
-        elif is_number and name.endswith(("at_s", "at_ms")):
+        elif is_number and name.endswith(("at_s", "at_ms", "until_s")):
             at, _, unit = name.rpartition("_")
             cells[at] = f"{datetime.fromtimestamp(value / (1000 if unit == 'ms' else 1), UTC):%Y-%m-%d %H:%M:%S}"
         elif isinstance(value, list) and value and isinstance(value[0], dict):

@@ -11,6 +11,7 @@ EXTRAS = {
     "parquet": ("pyarrow",),
     "s3": ("obstore",),
     "access": ("joserfc",),
+    "masking": ("re2", "phonenumbers", "stdnum"),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
 }
 

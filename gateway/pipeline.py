@@ -1,9 +1,9 @@
-"""The journey of a request, top to bottom. Read this file first.
+"""The journey of a request, top to bottom, which joins the four packages. Read this file first.
 
     authenticate(key)      1 authenticate, from memory, before a byte of the body is read; a key that
                              is not there is looked for in SQL, at a bounded rate
     answer(turn)           raises -> an HTTP status; returns -> the first chunk exists
-      2 fingerprint    3 rate-limit    4 exact lookup    5 join the flight
+      guards    2 fingerprint    3 rate-limit    4 exact lookup    5 join the flight
     generate(flight)       once per flight, in a task that outlives the client that began it
       6 semantic lookup    7 reserve    8 route    9 stream    10 record, on every exit
 
@@ -29,10 +29,6 @@ and 10 settles it. 5 sets the context that 6 and 10 use. What becomes of a reque
     undecided              6: a verifier is asked, if that pays, by a request of the gateway's own: it
                            has its own hold and record. Yes: a semantic hit; else a miss
     checked hit            10: as any hit; beside it a request of the gateway's own asks the same anew
-
-It joins the four packages and contains none of their decisions, no HTTP and no SQL. Invariants: a
-failure of the cache is a miss; money fails closed; only a complete answer is stored; every hold is
-settled or released; a broken answer is never shown as a finished one.
 """
 
 import asyncio
@@ -42,7 +38,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from cache import ExactCache, Fingerprint, fingerprint
-from gateway.access.people import Bearers
+from gateway.access.people import Bearers, check_address
 from gateway.accounts import Identity, partition_of
 from gateway.accounts.accounts import Accounts
 from gateway.deployments.alias import Alias
@@ -52,8 +48,10 @@ from gateway.journey.bodies import Bodies
 from gateway.journey.budget import Money
 from gateway.journey.flight import Flight, Flights, Reply
 from gateway.journey.generation import Generation, generation_of
+from gateway.journey.guards import Emit, Guards, apart_of
 from gateway.journey.holds import Holds
 from gateway.journey.loops import LoopDetector
+from gateway.journey.masks import Masks
 from gateway.journey.outcomes import Looked, SemanticResult
 from gateway.journey.rate_limits import Headers, Limits
 from gateway.journey.record import Record
@@ -67,12 +65,8 @@ from gateway.loggers import get_logger
 from gateway.settings import Settings
 from gateway.transport.eager import Eager
 from gateway.wire.errors import ApiError, BadRequest, NotCached, Unauthenticated
-from gateway.wire.types import Chunk
 
 _log = get_logger()
-
-Emit = Callable[[Record, Turn | None, Sequence[Chunk]], None]
-"""Logs, measures and counts one record. The turn and the chunks are for the log, if prompts may be logged."""
 
 Learn = Callable[[Flight, Record], None]
 """Takes a recorded flight, or one of a hit found by words. Never awaits or raises."""
@@ -99,6 +93,7 @@ class Pipeline:
         self.accounts = accounts
         self.limits = limits
         self.bodies = Bodies(limits)
+        self.guards = Guards(settings)
         self.exact = exact
         self.money = money
         self.fleet = fleet
@@ -107,9 +102,10 @@ class Pipeline:
         self.verifier: AsksVerifier | None = None  # its questions are requests to this pipeline
         self.renew: Callable[[Turn, Identity, Alias, Looked], object] = lambda *_: None  # begins it, of a stale answer
         self._loops = LoopDetector()
+        self._masks = Masks(settings)
         self._answers = RecordedAnswers(settings.cache, exact, semantic, limits)
         self.bearers = bearers
-        self._emit = emit
+        self._emit = self.guards.noting(emit)
         self._learn = learn
         self.generating: set[asyncio.Task[Any]] = set()  # until they are recorded
 
@@ -122,18 +118,17 @@ class Pipeline:
         """Wait until every generation is recorded. The server has stopped: none is added."""
         while self.generating:
             await asyncio.wait(self.generating)
+        self.guards.aclose()
 
-    async def authenticate(self, key: str | None) -> Identity:
-        """1. The identity of a key or token, without awaiting if it is a known key. Raises ApiError."""
+    async def authenticate(self, key: str | None, client: Sequence[Any] | None) -> Identity:
+        """1. The identity of a key or token of the scope's `client`; a known key awaits nothing. Raises ApiError."""
         identity = self.accounts.identify(key) if key else None
         if identity is None and key:
             identity = await self.bearers.identify(key) or await self.accounts.find(key)
         if identity is None:
-            raise Unauthenticated(
-                "Incorrect API key provided: it is unknown, revoked or expired; `/admin` and `sameway keys` make keys"
-                if key
-                else "No API key provided: send it as `Authorization: Bearer ...`, `api-key` or `x-api-key`"
-            )
+            raise Unauthenticated(self.accounts.why_not(key))
+        if identity.networks:
+            check_address(identity, client[0] if client else "")
         return identity
 
     # -- answer: 2 to 5 ----------------------------------------------------------------------------
@@ -156,17 +151,20 @@ class Pipeline:
         alias = own_alias or self.fleet.alias(turn.alias, models)
         alias.allow(models, turn.alias)
         alias.check(turn.body, turn.demand, turn.kind)
+        turn = await self.guards.admit(turn, identity, alias)
         if turn.demand.is_output_bound:
             turn = replace(turn, demand=alias.within_reach(turn.demand))
-        digests = self._fingerprint(turn, identity)
+        turn = self.guards.admitted(await self._masks.masked(turn, identity, alias), identity.team)
+        digests = self._fingerprint(turn, identity, alias)
         loop = self._loops.seen(self.settings.loops, turn, identity, digests)
         looked = replace(await self._answers.look(turn, identity, alias, digests, taken), loop=loop)
         looked_up_ms = turn.elapsed_ms()
         if looked.entry is not None:
             self.renew(turn, identity, alias, looked)
-            return Reply(turn, alias, looked, looked_up_ms=looked_up_ms)
+            looked = await self.guards.vet_hit(turn, identity, alias, looked)
+            return Reply(turn, alias, looked, looked_up_ms=turn.elapsed_ms())
         flight = self._join(turn, identity, alias, looked)
-        reader = flight.admit(turn.deadline, is_stream=turn.is_stream)
+        reader = flight.admit(turn.deadline, is_stream=turn.is_stream, vault=turn.vault)
         if reader.is_leader:
             flight.generation.exact_ms = looked_up_ms
             flight.take_off(self.generate(flight))
@@ -181,14 +179,12 @@ class Pipeline:
             raise
         return reply
 
-    def _fingerprint(self, turn: Turn, identity: Identity) -> Fingerprint:
+    def _fingerprint(self, turn: Turn, identity: Identity, alias: Alias) -> Fingerprint:
         """2. The digests of the request, in the partition of its team. Raises BadRequest."""
         partition, keyed = partition_of(self.settings.secret, identity.team.id), self.settings.cache.key_fields
         body = turn.body | dict.fromkeys(keyed, identity.user) if identity.user and keyed else turn.body
         try:
-            apart = None if turn.native is None else turn.native.apart
-            if turn.kind.is_plain:  # events and a whole answer are different bytes
-                apart = f"{turn.kind.name} stream" if turn.is_stream else turn.kind.name
+            apart = apart_of(self.settings, alias, identity.team, turn)
             return fingerprint(body, partition, turn.controls.namespace, keyed, apart)
         except ValueError as error:
             raise BadRequest(f"The body can't be encoded: {error}", code="invalid_json") from None
@@ -207,8 +203,8 @@ class Pipeline:
         return flight
 
     def _flight(self, turn: Turn, identity: Identity, alias: Alias, looked: Looked) -> Flight:
-        holds = Holds(self.money, self.limits, turn, identity, alias)
-        return Flight(generation=generation_of(turn, identity, alias, looked, holds), deadline=turn.deadline)
+        generation = generation_of(turn, identity, alias, looked, Holds(self.money, self.limits, turn, identity, alias))
+        return Flight(generation=generation, deadline=turn.deadline, is_held=self.guards.hold(turn, identity, alias))
 
     # -- generate: 6 to 10 -------------------------------------------------------------------------
 
@@ -228,6 +224,7 @@ class Pipeline:
             else:
                 await self._reserve(generation)
                 error = await Fallbacks(self.fleet, flight).run()  # 8 and 9
+            await self.guards.vet(flight, error)
         except asyncio.CancelledError:
             error = ApiError("Everyone who waited for this answer has left", code="client_gone")
         except ApiError as refusal:
@@ -334,6 +331,7 @@ class Pipeline:
         """
         if reply is not None and reply.is_leading:
             return
+        turn = self._masks.shown(turn, reply.turn if reply is not None else None, identity)
         model = turn.alias if turn is not None else ""
         alias = reply.alias.name if reply is not None else self.fleet.configured(model)
         duration_ms = turn.elapsed_ms() if turn is not None else elapsed_ms_since(arrival.at_s)
@@ -343,7 +341,7 @@ class Pipeline:
         is_hit_by_words = reply is not None and reply.flight is None and reply.looked.semantic.entry is not None
         if is_hit_by_words and self._learn is not None and reply is not None and identity is not None:
             self._learn(self._flight(reply.turn, identity, reply.alias, reply.looked), record)
-        self._emit(record, turn, ())
+        self._emit(record, self.guards.unseen(turn, identity), ())
 
     def emit(self, record: Record) -> None:
         """Count and log a request that asked for no generation."""

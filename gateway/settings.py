@@ -82,15 +82,18 @@ def secret_problem(name: str, value: str) -> str:
     """
     is_sendable = value.isascii() and " " not in value
     kind = "printable characters" if name == "secret" else "printable ASCII characters without spaces"
-    if len(value) < _SECRET_CHARS_MIN:
+    is_ours = name != "access_secret"
+    if is_ours and len(value) < _SECRET_CHARS_MIN:
         trouble = f"{len(value)} character{'' if len(value) == 1 else 's'}"
     elif not value.isprintable() or not (is_sendable or name == "secret"):
         trouble = "another character"
-    elif len(set(value)) < _SECRET_VARIETY_MIN:
+    elif is_ours and len(set(value)) < _SECRET_VARIETY_MIN:
         trouble = f"{len(set(value))} different"
     else:
         return ""
     wanted = f"at least {_SECRET_CHARS_MIN} {kind}, {_SECRET_VARIETY_MIN} of them different"
+    if not is_ours:  # of the provider's making: its length is not ours to choose
+        return f"found {trouble}, expected printable ASCII characters without spaces, as the provider made it"
     return f"found {trouble}, expected {wanted}; `openssl rand -hex 24` makes some"
 
 
@@ -156,7 +159,7 @@ def _checked_url(url: str | None, known: tuple[str, ...]) -> str | None:
     return url
 
 
-def _is_network(text: str) -> bool:
+def is_network(text: str) -> bool:
     try:
         ipaddress.ip_network(text)
     except ValueError:
@@ -338,8 +341,11 @@ class DeploymentSettings(_Section):
     """openai: send `cache_salt`, another one for each team, to a server that knows it (vLLM,
     SGLang), so that no team can learn from its prefix cache what another one asked"""
     region: str = Field("", max_length=64)
-    """where it computes, such as `eu-west-1`: a column of its rows in the ledger, and of sums; no choice
-    of deployments depends on it"""
+    """where it computes, such as `eu-west-1`: a column of its rows in the ledger, and of sums; a team's
+    `regions` allow or forbid it, see [governance.md](governance.md)"""
+    retention_days: int | None = Field(None, ge=0)
+    """days for which its provider keeps requests and answers, by your contract; 0: it keeps none;
+    default: unknown, which no team's `retention_days_max` allows"""
     context_tokens_max: int | None = Field(None, gt=0)
     """prompt and answer together; default: known for local engines"""
     output_tokens_max: int | None = Field(None, gt=0)
@@ -460,10 +466,15 @@ class ModelSettings(_Section):
     """in place of `cache.ttl_s`, for this alias"""
     stale_s: int | None = Field(None, ge=0)
     """in place of `cache.stale_s`, for this alias"""
+    guard: str | None = None
+    """the one of `guards` that sees this alias's requests first; its fallbacks need the same"""
     verifier: str | None = None
     """the verifier of this alias's answers; default: `cache.verifier`"""
     verify: Verify | None = None
     """in place of `cache.verify`; of the team's and this the stricter holds"""
+    mask: bool = False
+    """mask what `mask` names in this alias's requests, and in those of the aliases that have it as a
+    fallback; needs the extra `masking`"""
     output_tokens_default: int | None = Field(None, gt=0)
     """answer length budgets assume where a request sets none; default: the deployment's maximum,
     else 4096"""
@@ -589,6 +600,93 @@ class LoopSettings(_Section):
     worker; 0: they are not counted"""
 
 
+_KIND = re.compile(r"[A-Z][A-Z0-9]{0,19}")
+_OWN_KINDS = frozenset({"CARD", "EMAIL", "IBAN", "PHONE", "KEY", "ID", "NUMBER", "DIGITS", "LITERAL"})
+
+
+class MaskSettings(_Section):
+    teams: list[str] = []
+    """teams, by name, whose requests are masked whatever they ask for; see also `mask` of a model
+    (needs the extra `masking`)"""
+    kinds: list[Literal["cards", "emails", "ibans", "keys", "phones"]] = ["cards", "emails", "ibans", "keys", "phones"]
+    """what is masked: `cards` with a right check digit (Luhn), `emails`, `ibans` with a right check
+    (mod 97), `keys` and tokens by their prefixes, `phones` that can exist"""
+    regions: list[Annotated[str, Field(pattern=r"^[A-Z]{2}$")]] = Field([], max_length=10)
+    """countries, such as DE, whose phone numbers are found without `+` and country code"""
+    ids: list[Annotated[str, Field(pattern=r"^[a-z]{2}\.[a-z0-9_]+$")]] = Field([], max_length=20)
+    """national ids whose check digits are right, by python-stdnum's names, such as `es.dni`,
+    `de.idnr`, `nl.bsn`"""
+    patterns: dict[str, Annotated[str, Field(min_length=1, max_length=1_000)]] = {}
+    """your own patterns in RE2's syntax, by the kind that their placeholders show, such as
+    `ORDER: "ORD-[0-9]{8}"`"""
+    lists: dict[str, Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]] = {}
+    """lists of words and names, by their kind, such as `CUSTOMER: [Acme, Globex]`; whole words, in any
+    case"""
+
+    @model_validator(mode="after")
+    def _is_usable(self) -> "MaskSettings":
+        """Raises ValueError for a kind, an id or a pattern that cannot be used."""
+        names = [*self.patterns, *self.lists]
+        wrong = [
+            f"found the kind {name!r}, expected up to 20 capitals and digits, and none of {sorted(_OWN_KINDS)}"
+            for name in names
+            if not _KIND.fullmatch(name) or name in _OWN_KINDS
+        ]
+        wrong += [f"found {name!r} among `patterns` and among `lists`" for name in self.patterns.keys() & self.lists]
+        if self.patterns or self.ids:
+            wrong += _unusable(self.patterns, self.ids)
+        _refuse(wrong)
+        return self
+
+
+def _unusable(patterns: Mapping[str, str], ids: Iterable[str]) -> list[str]:
+    """What is wrong with patterns, by their kinds, and with names of national ids."""
+    if remedy := lacks("masking"):
+        return [f"found `patterns` or `ids` without their libraries: {remedy}"]
+    import re2  # an extra
+    import stdnum
+
+    wrong, options = [], re2.Options()
+    options.log_errors = False
+    for kind, source in patterns.items():
+        try:
+            if re2.compile(source, options).search("") is not None:
+                wrong.append(f"patterns.{kind}: it matches an empty text, expected a pattern of one character or more")
+        except re2.error as error:
+            wrong.append(f"patterns.{kind}: {error.args[0].decode()}, expected RE2's syntax, which takes linear time")
+    wrong += [f"ids: python-stdnum has no {name!r}" for name in ids if stdnum.get_cc_module(*name.split(".")) is None]
+    return wrong
+
+
+class GuardSettings(_Section):
+    url: str
+    """your service that sees the texts first: http(s)://..., which speaks LiteLLM's generic guardrail
+    API; see [governance.md](governance.md)"""
+    teams: list[str] = []
+    """names of the teams whose requests it sees, `*` for all; an alias names it in `guard`"""
+    is_after: bool = False
+    """it sees answers, too, also those from the cache; a stream waits for its verdict on the whole"""
+    fail: Literal["closed", "open"] = "closed"
+    """what becomes of a request or an answer without a verdict: `closed` refuses it with 503, `open`
+    lets it pass"""
+    timeout_ms: int = Field(2_000, gt=0, le=60_000)
+    """time to its verdict"""
+    version: str = Field("", max_length=100)
+    """another version, as another `url`, divides the cache if the guard `is_after`: no answer that an
+    earlier one saw is served"""
+    secret_env: str | None = None
+    """environment variable with the secret that signs what it is sent (Standard Webhooks)"""
+    headers: dict[str, str] = {}
+    """further headers that it is sent"""
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, url: str) -> str:
+        if not is_http_url(url):
+            raise ValueError("expected http://... or https://...")
+        return url
+
+
 class AlertSettings(_Section):
     thresholds: list[Annotated[int, Field(ge=1, le=1_000)]] = Field([50, 80, 100], max_length=10)
     """percent of a budget's limit that raise an alert, once a window each"""
@@ -694,6 +792,15 @@ class LedgerSettings(_Section):
         return None if url is None else _place(url)
 
 
+class SavingsSettings(_Section):
+    running_usd_per_month: float = Field(0.0, ge=0)
+    """USD that running Sameway itself costs in a calendar month: machines, storage, people; the page
+    Savings takes it off"""
+    target_usd_per_month: float | None = Field(None, gt=0)
+    """USD that Sameway is to save in a calendar month, after what running it costs; the page Savings
+    says whether it was met; absent: there is no target"""
+
+
 class TraceSettings(_Section):
     endpoint: str | None = None
     """the URL that takes traces by OTLP over HTTP, such as http://localhost:4318/v1/traces (needs
@@ -782,6 +889,16 @@ class AccessSettings(_Section):
     """how far the provider's clock may differ from ours"""
     token_s_max: int = Field(3600, ge=60)
     """seconds after its `iat` until which a token at /v1 is taken, if its `exp` is later"""
+    leavers_days: int | None = Field(None, ge=1)
+    """days without a sign-in or a new token after which a person's own keys stop; absent: never"""
+    audit_days: int | None = Field(None, ge=1)
+    """days for which rows of the audit log are kept; absent: for ever"""
+    public_url: str | None = None
+    """the URL at which browsers reach the gateway, with the sub-path if there is one; absent: the
+    `Host` of the request"""
+    claude_settings: dict[str, Any] = {}
+    """what Claude Code applies as managed settings where people signed in by it, as
+    `{"env": {"CLAUDE_CODE_ENABLE_GATEWAY_MODEL_DISCOVERY": "1"}}`"""
     is_admin_key_taken: bool = True
     """the admin key opens the dashboard and the admin API; without, only people who sign in do"""
 
@@ -795,6 +912,12 @@ class AccessSettings(_Section):
             wrong.append(f"issuer: found {self.issuer[:100]!r}, expected https://HOST")
         elif remedy := lacks("access"):
             wrong.append(f"issuer: found a provider without the library for its tokens: {remedy}")
+        if self.public_url is not None and not is_http_url(self.public_url):
+            wrong.append(f"public_url: found {self.public_url[:100]!r}, expected https://HOST")
+        if self.audience and self.audience == self.client_id:
+            wrong.append(
+                "audience: found the client_id, expected the API's own: ID tokens, which are for the client, would open /v1"
+            )
         is_open = self.client_id and any(group.role is Role.ADMIN for group in self.groups.values())
         if not self.is_admin_key_taken and not is_open:
             wrong.append(
@@ -867,10 +990,14 @@ class Settings(_Section):
     cache: CacheSettings = CacheSettings()
     budgets: BudgetSettings = BudgetSettings()
     loops: LoopSettings = LoopSettings()
+    mask: MaskSettings = MaskSettings()
+    guards: dict[str, GuardSettings] = {}
+    """services that see texts before anything else does"""
     alerts: AlertSettings = AlertSettings()
     batches: BatchSettings = BatchSettings()
     ledger: LedgerSettings = LedgerSettings()
     responses: ResponseSettings = ResponseSettings()
+    savings: SavingsSettings = SavingsSettings()
     traces: TraceSettings = TraceSettings()
     engines: dict[str, EngineSettings] = {"default": EngineSettings()}
     """local engines, one process each"""
@@ -919,7 +1046,7 @@ class Settings(_Section):
             [
                 f"found {one!r}, expected an address or a network like 10.0.0.0/8"
                 for one in networks
-                if not _is_network(one)
+                if not is_network(one)
             ]
         )
         return networks
@@ -958,6 +1085,9 @@ class Settings(_Section):
         wrong += self._wrong_fallbacks()
         wrong += self._wrong_webhook()
         wrong += self._wrong_verifiers()
+        is_any = self.mask.teams or any(model.mask for model in self.models.values())
+        if is_any and (remedy := lacks("masking")):
+            wrong.append(f"mask: found requests to mask without the libraries: {remedy}")
         _refuse(wrong)
         return self
 
@@ -967,6 +1097,15 @@ class Settings(_Section):
         verifier = (model.verifier if model is not None else None) or self.cache.verifier
         of_alias = model.verify if model is not None else None
         return effective(verifier, self.cache.verify, of_alias, of_team, of_request)
+
+    def is_masked(self, alias: str, team: str) -> bool:
+        """Whether requests of `team` for `alias`, a configured name or one that a pattern takes, are masked."""
+        if team in self.mask.teams:
+            return True
+        model = self.models.get(alias) or next(
+            (one for name, one in self.models.items() if is_pattern(name) and alias.startswith(name[:-1])), None
+        )
+        return model is not None and (model.mask or any(self.is_masked(name, team) for name in model.fallbacks))
 
     def _wrong_verifiers(self) -> list[str]:
         """An error for each verifier that is no alias, and for each mode that needs a verifier and has none."""
@@ -996,6 +1135,13 @@ class Settings(_Section):
                 if not is_there and not any(name.startswith(prefix) for prefix in patterns):
                     hint = did_you_mean(name, self.models)
                     wrong.append(f"{where}: found {name!r}, expected an alias of `models`{hint}")
+                elif is_there and self.models[name].guard not in (None, model.guard):
+                    wrong.append(f"{where}: {name!r} has another `guard`, expected that of {alias!r}")
+            if model.guard is not None and model.guard not in self.guards:
+                hint = did_you_mean(model.guard, self.guards)
+                wrong.append(
+                    f"models.{alias}.guard: found {model.guard!r}, expected one of {sorted(self.guards)}{hint}"
+                )
             if len(set(model.fallbacks)) < len(model.fallbacks):
                 wrong.append(f"{where}: a name stands twice; name each fallback once")
             seen, ahead = set[str](), list(model.fallbacks)

@@ -10,8 +10,8 @@ calls right, with `f` its share of yes to wrong answers:
 
     risk      (1 - p) f / ((1 - p) f + p)
 
-Every answer served on a verifier's word pays its risk from an account into which each request pays
-0.6 of `error_max`; the threshold of certain hits has 0.3 of it. Invariant: no answer is served on a verifier's word beyond the account.
+Every hit by meaning pays its risk from an account into which each request pays 0.8 of `error_max`.
+Invariant: no answer is served on a verifier's word beyond the account.
 """
 
 from bisect import bisect
@@ -24,7 +24,8 @@ from policies.routing import PolicyKind, score
 
 FIRST_REQUESTS = 100
 """A namespace's account starts with what so many requests pay, and has no more at any time."""
-_PAID = 0.6  # of the bound; certain hits have half as much, the rest is for chance
+_PAID = 0.8  # of the bound; the rest is for chance
+_AT_ONCE = 0.3  # of what an account has: one hit with a large risk would take the room of many others
 _CONFIRMED = 2.0  # bounds that a yes may risk without a second question
 _SAME_AGAIN = 0.5  # of wrong answers to two questions about one pair, however put
 _EDGES, _UNSEEN = (0.1, 0.25, 0.4, 0.6, 0.75, 0.88, 0.96), 6.0  # of the bins; the answers that p weighs
@@ -124,8 +125,8 @@ class Calibration:
 
 
 class ErrorAccount:
-    """The wrong answers that may still be expected of hits on a verifier's word, by namespace, as one
-    of `workers` sees it.
+    """The wrong answers that may still be expected of hits by meaning, by namespace, as one of
+    `workers` sees it.
     """
 
     def __init__(self, workers: int = 1) -> None:
@@ -147,7 +148,7 @@ class ErrorAccount:
 
     def has(self, namespace: bytes, risk: float, error_max: float) -> bool:
         """Whether a hit with this risk may be served; a new namespace has what this request pays."""
-        return self._left.get(namespace, _PAID * error_max) >= risk
+        return _AT_ONCE * self._left.get(namespace, _PAID * error_max) >= risk
 
     def charge(self, namespace: bytes, risk: float) -> None:
         """A hit with this risk was served."""

@@ -92,7 +92,19 @@ def test_every_generated_part_is_shown_once() -> None:
 def test_every_setting_has_a_sentence() -> None:
     """But for sections, which have a table of their own."""
     without = [name for section in SECTIONS for name in section.model_fields if not meanings_of(section).get(name)]
-    assert without == ["access", "cache", "budgets", "loops", "alerts", "batches", "ledger", "responses", "traces"]
+    assert without == [
+        "access",
+        "cache",
+        "budgets",
+        "loops",
+        "mask",
+        "alerts",
+        "batches",
+        "ledger",
+        "responses",
+        "savings",
+        "traces",
+    ]
 
 
 def test_every_setting_is_read() -> None:

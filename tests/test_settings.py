@@ -91,6 +91,13 @@ LOCAL = "{backend: local, engine: default}"
             "models: {a: {deployments: [{backend: openai, model: m, base_url: api.openai.com}]}}",
             ["base_url: found 'api.openai.com', expected http"],
         ),
+        (
+            "access: {issuer: 'https://p', client_id: a, audience: a, public_url: gateway.example}",
+            [
+                "audience: found the client_id, expected the API's own",
+                "public_url: found 'gateway.example', expected https",
+            ],
+        ),
         ("- a\n- b", ["found a list, expected settings by name"]),
         ("a: [", ["not YAML: line 1, column "]),
         (
@@ -445,7 +452,7 @@ _WEAK = (
 )
 
 
-@pytest.mark.parametrize("name", SECRETS)
+@pytest.mark.parametrize("name", sorted({*SECRETS} - {"access_secret"}))
 @pytest.mark.parametrize("value", _WEAK)
 def test_a_secret_that_can_be_guessed_is_refused(name: str, value: str) -> None:
     """One rule for all secrets: a line names the variable and the rule, never the value; the status is EX_CONFIG."""
@@ -459,6 +466,14 @@ def test_a_secret_that_can_be_guessed_is_refused(name: str, value: str) -> None:
         assert len(value) < 6 or value not in lines[1]
         assert refusal.value.status == os.EX_CONFIG
         assert getattr(read(None, {variable: _GOOD}), name) == _GOOD
+
+
+def test_the_provider_s_secret_may_be_short() -> None:
+    """The provider makes it: any length is taken, what no header can carry is not, and the message says whose it is."""
+    assert load_settings(None, {"SAMEWAY_ACCESS_SECRET": "short"}).access_secret == "short"
+    with pytest.raises(SettingsError, match="as the provider made it") as refusal:
+        load_settings(None, {"SAMEWAY_ACCESS_SECRET": "with a space"})
+    assert "openssl" not in str(refusal.value)
 
 
 def test_only_keys_that_are_sent_must_fit_a_header() -> None:

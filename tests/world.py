@@ -38,6 +38,7 @@ from cache.redis_link import RedisLink
 from cache.verdicts import Judge, Verdict, VerdictStore
 from cache.verdicts.records import AnswerJudged
 from cache.worker.messages import Embedded
+from gateway.access.agents import Agents
 from gateway.access.people import Bearers
 from gateway.access.provider import Provider
 from gateway.accounts import Identity, LedgerRow, decode_row, partition_of, schema
@@ -45,6 +46,7 @@ from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import NoAnswer
 from gateway.accounts.ledger import Ledger
 from gateway.accounts.provider_ids import ProviderIds
+from gateway.accounts.sessions import Sessions
 from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.api.background import Background
@@ -511,6 +513,11 @@ class Client:
     def goes_on(self) -> None:
         self._takes.set()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of a response has come."""
+        return bool(self._status)
+
     def leave(self) -> None:
         """Go away."""
         self._gone.set()
@@ -619,6 +626,7 @@ class World:
     _others: list[World] = field(default_factory=list)
     _connected: list[OpenAIBackend] = field(default_factory=list)
     _verifiers: Verifiers | None = None
+    logged: list[Any] = field(default_factory=list)  # the turns whose texts may be logged
     questions: list[tuple[str, int, str]] = field(default_factory=list)  # to verifiers: team, cost in µUSD, outcome
 
     @property
@@ -759,10 +767,14 @@ class World:
     # -- teams and money
 
     async def team(self, name: str = "another", *, models: tuple[str, ...] | None = None, **limits: Any) -> Team:
-        """A new team; `limits` are its requests_per_min, tokens_per_min, is_semantic_enabled, semantic_error_max."""
+        """A new team; `limits` are its requests_per_min, tokens_per_min, is_semantic_enabled, semantic_error_max, and rules."""
         team = await self._accounts.create_team(name, **limits)
         made = await self._accounts.create_key(team.id, "key", **({} if models is None else {"models": models}))
         return Team(team.id, made.plaintext)
+
+    async def changes(self, team: Team, **changes: Any) -> None:
+        """Other limits and rules of a team."""
+        await self._accounts.update_team(team.id, **changes)
 
     async def budget(
         self, team: Team, limit: int, *, window: str = "day", is_hard: bool = True, **fields: Any
@@ -1112,14 +1124,18 @@ async def _build(settings: Settings, redis: Redis) -> World:
         clock.steady,
     )
 
+    turns: list[Any] = []
+
     def emit(record: Record, turn: object, chunks: object) -> None:
         records.append(record)
+        turns.append(turn)
 
     scripted: Any = semantic
     client: SemanticClient = scripted
     fleet, backends = _fleet(settings, clock, client)
     lookup = SemanticLookup(settings, client, exact, Bounds(settings), clock=clock.unix)
-    bearers = Bearers(settings, Provider(settings, clock.unix), accounts, clock.unix)
+    agents = Agents(Sessions(accounts.database, clock.unix), lambda kind: kind.encode() * 8, redis, clock.unix)
+    bearers = Bearers(settings, Provider(settings, clock.unix), accounts, agents, clock.unix)
     pipeline = Pipeline(
         settings,
         accounts,
@@ -1178,6 +1194,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
         stored=outcomes,
         _verifiers=verifiers,
         questions=questions,
+        logged=turns,
     )
 
 

@@ -115,7 +115,7 @@ class Gate:
                 said[chosen] = verifier.confirm(label, labels[chosen])
                 risk = risk_of(ps[chosen], false_yes_again(self._exam.false_yes))
                 chosen = chosen if said[chosen] and self._has_room(query, risk) else None
-        for at in left:
+        for at in left if place is None else left[: place + 1]:
             self._calibration.learn(
                 query.compat, candidates[at].p, self._exam.false_yes, is_first=not at, is_yes=bool(said[at])
             )

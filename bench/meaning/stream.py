@@ -177,7 +177,7 @@ class Traffic:
         gate = self.gate
         if gate is None:
             return made
-        gate.charge(request.query, made.risk)
+        gate.charge(request.query, made.risk if made.asked is not None else 1.0 - made.trial.p if made.trial else 0.0)
         share = gate.draw_check(request.query)
         if share is None:
             return made

@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 
+from gateway.access.agents import CHECK_S, Agents
 from gateway.access.provider import Provider, ProviderAway, TokenRefused
 from gateway.accounts import Identity
 from gateway.accounts.accounts import ALL_PEOPLE, PEOPLE, Accounts
+from gateway.accounts.database import is_down
 from gateway.accounts.teams import digest
 from gateway.loggers import get_logger
 from gateway.settings import AccessSettings, GroupSettings, Role, Settings
@@ -66,22 +68,44 @@ def roles_of(groups: Iterable[str], access: AccessSettings, team_ids: Mapping[st
     return roles
 
 
+def team_of(groups: Iterable[str], access: AccessSettings, team_ids: Mapping[str, int]) -> int:
+    """The team for which a person's programs ask: that of the first group with one. Raises NoTeam."""
+    named = (name for group in groups if group in access.groups for name in access.groups[group].teams)
+    for name in named:
+        if name in team_ids:
+            return team_ids[name]
+    raise NoTeam("The groups have no team here: ask whoever runs this gateway for one")
+
+
+_OF_AGENT: dict[str, Any] = {"iat": 0}  # what a logout ends is its session
+
+
 class _Seen(msgspec.Struct):
-    """A token that was taken: until when, its caller, and the settings of then, which no change keeps."""
+    """A token that was taken: until when, what a logout may name, its caller, and the settings of then, which no
+    change keeps.
+    """
 
     until_s: float
-    user: str
-    team_id: int
+    claims: dict[str, Any]
     groups: dict[str, GroupSettings]
     identity: Identity
 
 
 class Bearers:
-    """Callers of /v1 whose bearer is a token of the provider. `clock` gives unix seconds."""
+    """Callers of /v1 whose bearer is a token of the provider, or one of the gateway's own `agents`.
+
+    `clock` gives unix seconds.
+    """
 
     def __init__(
-        self, settings: Settings, provider: Provider, accounts: Accounts, clock: Callable[[], float] = time.time
+        self,
+        settings: Settings,
+        provider: Provider,
+        accounts: Accounts,
+        agents: Agents,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        self._agents = agents
         self._settings = settings
         self._provider = provider
         self._accounts = accounts
@@ -94,18 +118,24 @@ class Bearers:
         Raises Unauthenticated, NoTeam, Unavailable.
         """
         access = self._settings.access
-        if not access.audience or token.count(".") != 2:
+        if not (access.audience or access.client_id) or token.count(".") != 2:
             return None
         seen = self._seen.get(key := digest(token))
         if seen is None or seen.groups is not access.groups or seen.until_s <= self._clock():
             self._seen.pop(key, None)
-            seen = await self._taken(token)
+            if access.client_id and self._agents.is_own(token):
+                seen = await self._of_agent(token, seen)
+            elif access.audience:
+                seen = await self._taken(token)
+            else:
+                return None
             if len(self._seen) >= _SEEN_MAX:
                 del self._seen[next(iter(self._seen))]
             self._seen[key] = seen
-        of_team = await self._of_team(seen.team_id)
+        of_team = await self._of_team(seen.identity.team.id)
         if seen.identity.key is not of_team.key:  # the accounts have changed
-            seen.identity = Identity(of_team.key, of_team.team, of_team.budgets, seen.user)
+            self._check_is_in(seen.identity.user, seen.claims)
+            seen.identity = Identity(of_team.key, of_team.team, of_team.budgets, seen.identity.user)
         return seen.identity
 
     async def _taken(self, token: str) -> _Seen:
@@ -122,18 +152,46 @@ class Bearers:
                 if value not in (said if isinstance(said, list) else [said]):
                     raise TokenRefused(f"its `{name}` is not the required one")
             user, groups = name_of(claims, access), groups_of(claims, access)
+            self._check_is_in(user, claims)
         except TokenRefused as error:
             _log.info("token_refused", reason=str(error))
             raise Unauthenticated(f"The token is not taken: {error}") from None
         except ProviderAway as error:
             raise Unavailable(f"The token can't be checked: {error}", code="provider_away") from None
-        team_ids = self._accounts.team_ids
-        names = [name for group in groups for name in access.groups[group].teams if name in team_ids]
-        if not names:
-            raise NoTeam("The token's groups have no team here: ask whoever runs this gateway for one")
-        of_team = await self._of_team(team_ids[names[0]])
+        self._accounts.saw(user)
+        return await self._seen_as(user, groups, until_s, {name: claims.get(name) for name in ("sub", "sid", "iat")})
+
+    async def _of_agent(self, token: str, seen: _Seen | None) -> _Seen:
+        """The caller of a token of our own; `seen`, what it was before, holds while the database is away."""
+        try:
+            lasting = await self._agents.session(token)
+        except Exception as error:
+            if not is_down(error):
+                raise
+            if seen is None:
+                raise Unavailable("The database does not answer; try again", code="database_unavailable") from None
+            seen.until_s = self._clock() + CHECK_S
+            return seen
+        if lasting is None:
+            raise Unauthenticated("The sign-in has ended: sign in again, such as by `/login` or `sameway login`")
+        session, until_s = lasting
+        self._check_is_in(session.actor, _OF_AGENT)
+        return await self._seen_as(session.actor, session.groups, until_s, _OF_AGENT)
+
+    async def _seen_as(self, user: str, groups: Iterable[str], until_s: float, claims: dict[str, Any]) -> _Seen:
+        access = self._settings.access
+        of_team = await self._of_team(team_of(groups, access, self._accounts.team_ids))
         identity = Identity(of_team.key, of_team.team, of_team.budgets, user)
-        return _Seen(until_s, user, of_team.team.id, access.groups, identity)
+        return _Seen(until_s, claims, access.groups, identity)
+
+    def _check_is_in(self, user: str, claims: Mapping[str, Any]) -> None:
+        """Refuse a token of who is disabled, or was logged out since. Raises Unauthenticated."""
+        if self._accounts.persons.is_disabled(user):
+            raise Unauthenticated(f"{user} is disabled here: ask whoever runs this gateway")
+        if self._accounts.persons.is_ended(claims):
+            raise Unauthenticated(
+                "The token is not taken: its person was logged out at the provider. Sign in again there"
+            )
 
     async def _of_team(self, team_id: int) -> Identity:
         """What all people of a team have in common. Raises Unauthenticated."""
@@ -143,6 +201,16 @@ class Bearers:
         if identity is None:
             raise Unauthenticated(f"The key `{PEOPLE}` of your team is revoked or has expired, or the team is off")
         return identity
+
+
+def check_address(identity: Identity, address: str) -> None:
+    """Refuse a request from an `address` that the key's `addresses` leave out. Raises Forbidden."""
+    if not identity.is_taken_from(address):
+        raise Forbidden(
+            f"This API key is not taken from {address or 'here'}: its `addresses` have another network. Send the "
+            "request from there, or ask whoever made the key",
+            code="address_not_allowed",
+        )
 
 
 def refusal_of(error: TokenRefused | ProviderAway) -> ApiError:

@@ -118,19 +118,18 @@ class Provider:
         query = {"client_id": self._settings.access.client_id, "post_logout_redirect_uri": back}
         return _with_query(url, query)
 
-    async def ended(self, token: str) -> dict[str, str]:
-        """The `subject` or the `sid` whose sessions a back-channel logout token ends. Raises ProviderAway,
-        TokenRefused.
+    async def ended(self, token: str) -> tuple[str, str, float]:
+        """The `sub` and the `sid` of which a back-channel logout token ends a session, all without `sid`, and when
+        by the provider's clock, in unix seconds; one of both may be empty. Raises ProviderAway, TokenRefused.
         """
         claims = await self.claims(token, self._settings.access.client_id)
         events = claims.get("events")
         if not isinstance(events, dict) or LOGOUT_EVENT not in events or "nonce" in claims or not claims.get("jti"):
             raise TokenRefused("it is no logout token")
-        named = {"sid": claims.get("sid"), "subject": claims.get("sub")}
-        texts = {name: value for name, value in named.items() if isinstance(value, str) and value}
-        if not texts:
+        subject, sid = (value if isinstance(value := claims.get(name), str) else "" for name in ("sub", "sid"))
+        if not subject and not sid:
             raise TokenRefused("it names neither a subject nor a session")
-        return dict([next(iter(texts.items()))])
+        return subject, sid, float(claims["iat"])
 
     # -- tokens
 

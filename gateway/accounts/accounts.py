@@ -11,8 +11,9 @@ the memory of such keys are bounded. It also checks if `refresh` has not confirm
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ from gateway.accounts.audit import USES, AuditRow, inserted, latest_uses
 from gateway.accounts.checks import check, check_new_budget, check_plaintext
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import AlreadyExists, DoesNotExist, Invalid
+from gateway.accounts.persons import DAY_S, Person, Persons
 from gateway.accounts.teams import Identity, Key, NewKey, Team, digest, new_plaintext, shown_prefix
 from policies import Budget, WindowKind
 from policies.windows import KEY, TEAM, Overdraft, Unit
@@ -55,7 +57,7 @@ async def _notify_none() -> None:
 class Accounts:
     """Stores teams, keys and budgets, and identifies callers. Call `open` first.
 
-    `clock` gives unix seconds; `notify` is awaited after each committed change.
+    `clock` gives unix seconds; `notify` is awaited after each committed change; `leavers_days` gives the setting.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Accounts:
         *,
         notify: Callable[[], Awaitable[None]] = _notify_none,
         clock: Callable[[], float] = time.time,
+        leavers_days: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Connect to nothing. Raises Invalid for a URL of an unsupported database."""
         self.database = Database(database_url)
@@ -72,6 +75,9 @@ class Accounts:
         self._identities: Mapping[bytes, Identity] = {}
         self._people: Mapping[int, Identity] = {}
         self.team_ids: Mapping[str, int] = {}
+        self._leavers_days = leavers_days
+        self.persons = Persons({}, {}, leavers_days)
+        self._seen_at_s: dict[str, float] = {}  # people, not saved yet
         self._uses: Mapping[str, str] = {}
         self._on_uses: Callable[[Mapping[str, str]], None] | None = None
         self._version = 0
@@ -104,11 +110,26 @@ class Accounts:
         return None if identity is None or self._is_old() else self._valid(identity, self._clock())
 
     def _valid(self, identity: Identity | None, now_s: float) -> Identity | None:
-        """The identity, unless its key has expired; records the key's use."""
+        """The identity, unless its key has expired or its owner is out; records the key's use."""
         if identity is None or (identity.key.expires_at_s is not None and identity.key.expires_at_s <= now_s):
+            return None
+        if identity.key.owner and self.persons.why_stopped(identity.key.owner, now_s):
             return None
         self._used_at_s[identity.key.id] = now_s
         return identity
+
+    def why_not(self, bearer: str | None) -> str:
+        """Why a key is not taken now."""
+        if not bearer:
+            return "No API key provided: send it as `Authorization: Bearer ...`, `api-key` or `x-api-key`"
+        if (identity := self._identities.get(digest(bearer))) is None:
+            return (
+                "Incorrect API key provided: it is unknown, revoked or expired; `/admin` and `sameway keys` make keys"
+            )
+        return (
+            self.persons.why_stopped(identity.key.owner, self._clock())
+            or "This API key has expired, or another secret took its place"
+        )
 
     def people(self, team_id: int) -> Identity | None:
         """What the people of a team have in common, from memory; None like `identify`, and where no one came yet."""
@@ -129,8 +150,7 @@ class Accounts:
         if self._is_old():
             await self._look(is_old=True)
         found = next((one for one in self._identities.values() if one.key.id == key_id), None)
-        expires_at_s = found.key.expires_at_s if found is not None else None
-        return None if expires_at_s is not None and expires_at_s <= self._clock() else found
+        return self._valid(found, self._clock())
 
     async def find(self, bearer: str) -> Identity | None:
         """The identity of a key: from memory, else from a database that has changed since.
@@ -202,10 +222,17 @@ class Accounts:
                 identities: dict[bytes, Identity] = {}
                 async for key in _read(connection, schema.keys, _key):
                     if key.is_active and teams[key.team_id].is_active:
-                        identities[key.digest] = Identity(key, teams[key.team_id], of_team.get(key.team_id, ()))
+                        more = teams[key.team_id], of_team.get(key.team_id, ())
+                        identities[key.digest] = Identity(key, *more)
+                        if key.old_digest is not None and key.old_until_s is not None:
+                            until_s = min(key.old_until_s, key.expires_at_s or key.old_until_s)
+                            identities[key.old_digest] = Identity(replace(key, expires_at_s=until_s), *more)
+                persons = {person.name: person async for person in _read(connection, schema.people, _person)}
+                ended = {row.name: row.at_s async for row in _read(connection, schema.ended_tokens, _as_it_is)}
                 acts = [(row.entry, row.action) for row in await connection.execute(latest_uses())]
             self._identities = identities
             self._people = {one.team.id: one for one in identities.values() if one.key.owner == ALL_PEOPLE}
+            self.persons = Persons(persons, ended, self._leavers_days)
             self.team_ids = {team.name: team.id for team in teams.values()}
             self._uses = {name: USES[action] for name, action in acts}
             if self._on_uses is not None:
@@ -231,9 +258,60 @@ class Accounts:
         await self.reload()
         return True
 
+    def saw(self, name: str) -> None:
+        """The provider vouched for a person just now; keys that stopped as it had not for long do not work again."""
+        person, now_s = self.persons.listed.get(name), self._clock()
+        stop_at_s = self.persons.keys_stop_at_s(name)
+        if person is None or (now_s - person.seen_at_s > DAY_S and (stop_at_s is None or stop_at_s > now_s)):
+            self._seen_at_s[name] = now_s
+
+    async def save_seen(self) -> None:
+        """Save who was seen."""
+        if seen_at_s := self._seen_at_s:
+            self._seen_at_s = {}
+            try:
+                await self._set_people([{"name": name, "seen_at_s": at_s} for name, at_s in sorted(seen_at_s.items())])
+            except Exception:
+                self._seen_at_s = seen_at_s | self._seen_at_s  # for the next time
+                raise
+
+    async def let_in(self, name: str, *, row: AuditRow | None = None) -> None:
+        """Enable a person, whose keys work from now on as after a sign-in; `row` goes to the audit log. Raises Invalid."""
+        await self._set_people([{"name": name, "seen_at_s": self._clock(), "is_disabled": False}], row)
+
+    async def disable(self, name: str, *, row: AuditRow | None = None) -> None:
+        """Take nothing from a person any more: no sign-in, no key, no token. `row` as in `let_in`. Raises Invalid."""
+        person = self.persons.listed.get(name)
+        seen_at_s = person.seen_at_s if person is not None else self._clock()
+        await self._set_people([{"name": name, "seen_at_s": seen_at_s, "is_disabled": True}], row)
+
+    @uncancelled
+    async def _set_people(self, rows: list[dict[str, Any]], row: AuditRow | None = None) -> None:
+        for one in rows:
+            check(one)
+        insert = self.database.insert(schema.people)
+        changed = {name: insert.excluded[name] for name in rows[0] if name != "name"}
+        async with self._change("") as connection:
+            await connection.execute(insert.on_conflict_do_update(index_elements=["name"], set_=changed), rows)
+            if row is not None:
+                await connection.execute(inserted(row))
+
+    @uncancelled
+    async def end_tokens(self, names: Collection[str], at_s: float, kept_s: float) -> None:
+        """Take no token any more that was issued up to `at_s` for one of `names`, of `ends_of`. It is remembered for
+        `kept_s` seconds, in which such tokens end.
+        """
+        table, insert = schema.ended_tokens, self.database.insert(schema.ended_tokens)
+        at, is_later = insert.excluded.at_s, table.c.at_s < insert.excluded.at_s
+        latest = insert.on_conflict_do_update(index_elements=["name"], set_={"at_s": at}, where=is_later)
+        async with self._change("") as connection:
+            await connection.execute(sa.delete(table).where(table.c.at_s < self._clock() - kept_s))
+            await connection.execute(latest, [{"name": name, "at_s": at_s} for name in names])
+
     @uncancelled
     async def save_last_used(self) -> None:
-        """Save when keys were last used. Call it regularly, and before `close`."""
+        """Save when keys were last used and who was seen. Call it regularly, and before `close`."""
+        await self.save_seen()
         used_at_s, self._used_at_s = self._used_at_s, {}
         if not used_at_s:
             return
@@ -318,8 +396,11 @@ class Accounts:
     # ── keys ──
 
     @uncancelled
-    async def create_key(self, team_id: int, name: str, *, row: AuditRow | None = None, **fields: Any) -> NewKey:
-        """Create a key; its plaintext is returned once and stored nowhere. `row`: see `_recorded`.
+    async def create_key(
+        self, team_id: int, name: str, *, row: AuditRow | None = None, is_bound: bool = False, **fields: Any
+    ) -> NewKey:
+        """Create a key; its plaintext is returned once and stored nowhere. `row`: see `_recorded`. What `fields` do not
+        say is of the team's template; with `is_bound` also what they say otherwise.
 
         Raises Invalid, AlreadyExists, and DoesNotExist for an unknown team.
         """
@@ -327,7 +408,13 @@ class Accounts:
         _check_free(name, fields)
         plaintext = new_plaintext()
         async with self._change(f"a key named {name!r} in this team") as connection:
-            await _row(connection, schema.teams, team_id)
+            team = _team(await _row(connection, schema.teams, team_id))
+            template = team.new_keys.fields(self._clock())
+            if fields.get("owner") == ALL_PEOPLE:
+                template.pop("expires_at_s", None)
+            if is_bound and fields.get("expires_at_s") is not None and "expires_at_s" in template:
+                template["expires_at_s"] = min(template["expires_at_s"], fields["expires_at_s"])
+            fields |= {name: one for name, one in template.items() if is_bound or fields.get(name) is None}
             key_id = await _insert(connection, schema.keys, self._new_key(team_id, name, plaintext, fields))
             return NewKey(_key(await _recorded(connection, schema.keys, key_id, row)), plaintext)
 
@@ -336,6 +423,21 @@ class Accounts:
         _check_free(changes.get("name"), {})
         taken = f"a key named {changes.get('name')!r} in this team"
         return _key(await self._updated(schema.keys, key_id, changes, taken, row))
+
+    @uncancelled
+    async def rotate_key(self, key_id: int, overlap_s: float, *, row: AuditRow | None = None) -> NewKey:
+        """Give a key another secret, which is returned once; the one that it had works for `overlap_s` seconds more, an
+        older one no more. `row`: see `_recorded`. Raises DoesNotExist, and Invalid for the key of a team's people.
+        """
+        plaintext = new_plaintext()
+        async with self._change("") as connection:
+            before = await _row(connection, schema.keys, key_id)
+            if before.owner == ALL_PEOPLE:
+                raise Invalid("key_id", "expected a key with a secret: that of signed-in people has none")
+            secret = {"digest": digest(plaintext), "prefix": shown_prefix(plaintext)}
+            old = {"old_digest": before.digest, "old_until_s": self._clock() + overlap_s}
+            await connection.execute(sa.update(schema.keys).where(schema.keys.c.id == key_id).values(**secret, **old))
+            return NewKey(_key(await _recorded(connection, schema.keys, key_id, row, before)), plaintext)
 
     async def revoke_key(self, key_id: int, row: AuditRow | None = None) -> Key:
         """Deactivate a key; its row stays, since the ledger names it. Raises DoesNotExist."""
@@ -512,7 +614,7 @@ async def _read(
     connection: AsyncConnection, table: sa.Table, make: Callable[[Any], _T], team_id: int | None = None
 ) -> AsyncIterator[_T]:
     """The table's rows by id. Yields to the event loop every `_ROWS_AT_ONCE` rows."""
-    statement = _selected(table).order_by(table.c.id)
+    statement = _selected(table).order_by(*table.primary_key)
     if team_id is not None:
         statement = statement.where(table.c.team_id == team_id)
     result = await connection.stream(statement)
@@ -581,6 +683,14 @@ def _team(row: Any) -> Team:
 
 def _key(row: Any) -> Key:
     return msgspec.convert(row, Key, from_attributes=True, builtin_types=(bytes,))
+
+
+def _person(row: Any) -> Person:
+    return Person(*row)
+
+
+def _as_it_is(row: Any) -> Any:
+    return row
 
 
 def _budget(row: Any) -> Budget:

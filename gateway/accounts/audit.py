@@ -3,11 +3,12 @@ way.
 
 The acts are: changes of teams, keys, budgets, models, deployments, batches, the cache, the ledger and
 the configuration, sign-ins, verdicts, and texts shown, exported or imported. It has no texts of
-requests. Invariant: rows are added and never changed or removed; they outlive teams. A deployment's
-latest row with an action of `USES` decides its use, and an alias's latest change of its model, what
-the database says of it.
+requests. Invariant: rows are added and never changed; age alone removes them, and they outlive teams. A
+deployment's latest row with an action of `USES` decides its use, an alias's latest change of its model,
+what the database says of it, and a removed month's row, that no file waits for it: these stay for ever.
 """
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -37,10 +38,15 @@ KEY_CREATED, KEY_CHANGED = "key_created", "key_changed"
 BUDGET_CREATED, BUDGET_CHANGED, BUDGET_DELETED = "budget_created", "budget_changed", "budget_deleted"
 CACHE_PURGED, ANSWER_CLEARED, VERDICT_GIVEN = "cache_purged", "answer_cleared", "verdict_given"
 TEXTS_SHOWN = "texts_shown"
+PERSON_DISABLED, PERSON_ENABLED, KEYS_KEPT = "person_disabled", "person_enabled", "keys_kept"
 SIGNED_IN, SIGNED_OUT, SESSION_ENDED = "signed_in", "signed_out", "session_ended"
+AGENT_SIGNED_IN = "agent_signed_in"
 USES = {DRAINED: "drained", DISABLED: "disabled", ENABLED: ""}
 """The use of a deployment after an action; empty: in use."""
+_STATE = frozenset((*USES, MODEL_CHANGED, LEDGER_DROPPED))
 _SELDOM_MS = 600_000
+_DAY_MS = 86_400_000
+_AT_ONCE = 1_000
 _LIKES_MAX = 1_000
 
 
@@ -76,7 +82,13 @@ class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
 def _shown(row: sa.Row[Any] | None) -> dict[str, Any]:
     """The fields of a row that people may read: no digests."""
     fields = row._asdict() if row is not None else {}
+    if unit := fields.get("unit"):  # of a budget, whose amounts are in it
+        of_unit = "microusd" if unit == "money" else unit
+        fields |= {f"{name}_{of_unit}": fields.pop(stored) for name, stored in _AMOUNTS.items()}
     return {name: value for name, value in fields.items() if not isinstance(value, bytes)}
+
+
+_AMOUNTS = {"limit": "limit_microusd", "raised_by": "raised_by"}
 
 
 class ModelChange(msgspec.Struct, frozen=True):
@@ -116,6 +128,22 @@ class Audit:
         if before is not None:
             statement = statement.where(table.c.id < before)
         return tuple([AuditRow(**row._asdict()) for row in await self._database.rows(statement)])
+
+    async def between(self, from_ms: int, until_ms: int) -> AsyncIterator[AuditRow]:
+        """The rows from `from_ms` on and before `until_ms` (unix milliseconds), the first one first."""
+        table, last = schema.audit, 0
+        of_range = sa.select(table).where(table.c.at_ms >= from_ms, table.c.at_ms < until_ms).order_by(table.c.id)
+        while rows := await self._database.rows(of_range.where(table.c.id > last).limit(_AT_ONCE)):
+            for row in rows:
+                yield AuditRow(**row._asdict())
+            last = rows[-1].id
+
+    async def forget(self, kept_days: int | None, now_s: float) -> None:
+        """Remove the rows older than `kept_days` that decide nothing any more; None: remove none."""
+        if kept_days is not None:
+            table = schema.audit
+            is_old = table.c.at_ms < int(now_s * 1000) - kept_days * _DAY_MS
+            await self._database.write(sa.delete(table).where(is_old, table.c.action.not_in(_STATE)))
 
     async def model_changes(self) -> list[tuple[AuditRow, ModelChange]]:
         """All changes of models, the first one first."""

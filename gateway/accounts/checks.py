@@ -11,7 +11,7 @@ from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from gateway.accounts.errors import Invalid
-from gateway.settings import secret_problem
+from gateway.settings import is_network, secret_problem
 from policies import WindowKind
 from policies.windows import TEAM
 
@@ -31,6 +31,8 @@ def check(values: Mapping[str, Any]) -> None:
         if not is_right(values[name]):
             shown = json.dumps(values[name], ensure_ascii=False, default=repr)
             raise Invalid(name, f"expected {expected}, found {shown}")
+    if "new_keys" in values:
+        check(values["new_keys"])
 
 
 def check_new_budget(window: WindowKind, values: Mapping[str, Any]) -> None:
@@ -71,6 +73,10 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "models": (
         lambda models: models is None or all(map(_is_name, models)),
         "an array of model names, or null for all",
+    ),
+    "addresses": (
+        lambda networks: networks is None or (0 < len(networks) <= 100 and all(map(is_network, networks))),
+        "1 to 100 addresses or networks like 10.0.0.0/8, or null for all",
     ),
     "axis": (lambda axis: _AXIS.fullmatch(axis) is not None, AXES),
     "value": (

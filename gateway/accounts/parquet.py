@@ -15,27 +15,15 @@ from gateway.accounts.errors import Invalid
 GROUP_ROWS = 10_000
 VERSION = "1"
 """Of the columns: a column may be added in a version, and none is renamed or removed."""
-_TEXTS = frozenset(
-    [
-        "id",
-        "request_id",
-        "team",
-        "key",
-        "alias",
-        "deployment",
-        "mechanism",
-        "user",
-        "tags",
-        "session",
-        "region",
-        "kind",
-        "source",
-    ]
-)
+_TEXTS = {
+    "id", "request_id", "day", "team", "key", "alias", "model", "deployment", "mechanism", "line", "user", "tag", "tags",
+    "session", "region", "kind", "source",
+}  # fmt: skip
+_TRUTHS = ("usage_estimated", "is_other")
 
 
 class ParquetFile:
-    """A file of the `columns` of rows, after the moment `at`: texts, whole numbers of 64 bits and
+    """A file of the `columns` of rows, after the moment `at` where they have `at_ms`: texts, whole numbers of 64 bits and
     truths, null where there is no value. Raises Invalid where the extra is not installed.
     """
 
@@ -44,9 +32,11 @@ class ParquetFile:
             import pyarrow
             from pyarrow.parquet import ParquetWriter
         except ImportError:
-            raise Invalid("parquet", "needs the extra: install `sameway[parquet]`, or take the ledger as CSV") from None
+            raise Invalid("parquet", "needs the extra: install `sameway[parquet]`, or take the file as CSV") from None
         kinds = {name: pyarrow.string() if name in _TEXTS else pyarrow.int64() for name in columns}
-        kinds = {"at": pyarrow.timestamp("ms", tz="UTC"), **kinds, "usage_estimated": pyarrow.bool_()}
+        kinds |= {name: pyarrow.bool_() for name in _TRUTHS if name in kinds}
+        if "at_ms" in kinds:
+            kinds = {"at": pyarrow.timestamp("ms", tz="UTC"), **kinds}
         self._table = pyarrow.Table
         self._schema = pyarrow.schema(list(kinds.items()), metadata={"sameway.ledger": VERSION})
         self._sink = _Sink()
@@ -56,7 +46,8 @@ class ParquetFile:
         """The bytes of the file with all `rows`."""
         group: list[dict[str, Any]] = []
         async for row in rows:
-            group.append({**row, "at": datetime.fromtimestamp(row["at_ms"] / 1000, UTC)})
+            at = {"at": datetime.fromtimestamp(row["at_ms"] / 1000, UTC)} if "at_ms" in row else {}
+            group.append({**row, **at})
             if len(group) == GROUP_ROWS:
                 yield await asyncio.to_thread(self._add, group)
                 group = []

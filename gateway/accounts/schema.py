@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from gateway.accounts.row import COUNTS, HIT_SUMS, KINDS
 
-VERSION = "20261127"  # the last change of the tables: until the first release they change in place
+VERSION = "20261128"  # the last change of the tables: until the first release they change in place
 LIMITS = ("requests_per_min", "tokens_per_min")
 """The rate limits of teams and keys."""
 
@@ -55,6 +55,9 @@ teams = _table(
     sa.Column("is_semantic_enabled", sa.Boolean, nullable=False),
     sa.Column("time_zone", sa.Text, nullable=False, server_default=""),
     sa.Column("is_store_enabled", sa.Boolean, nullable=False, server_default=sa.true()),
+    sa.Column("new_keys", sa.JSON, nullable=False, server_default="{}"),
+    sa.Column("regions", sa.JSON(none_as_null=True)),
+    *_columns(sa.BigInteger, "retention_days_max", "store_s_max", nullable=True),
     sa.UniqueConstraint("name"),
     sqlite_autoincrement=True,
 )
@@ -72,6 +75,9 @@ keys = _table(
     sa.Column("models", sa.JSON(none_as_null=True)),
     sa.Column("last_used_at_s", sa.Double),
     sa.Column("owner", sa.Text, nullable=False, server_default=""),
+    sa.Column("addresses", sa.JSON(none_as_null=True)),
+    sa.Column("old_digest", sa.LargeBinary(32)),  # which works until then
+    sa.Column("old_until_s", sa.Double),
     sa.UniqueConstraint("digest"),
     sa.UniqueConstraint("team_id", "name"),
     sqlite_autoincrement=True,
@@ -129,6 +135,17 @@ sessions = _table(
     *_columns(sa.Text, "client", "actor", "subject", "sid", default=""),
     sa.Column("groups", sa.JSON, nullable=False, server_default="[]"),
 )
+
+# People that the identity provider vouched for, by their names here.
+people = _table(
+    "people",
+    *_key(name=sa.Text),
+    sa.Column("seen_at_s", sa.Double, nullable=False),
+    sa.Column("is_disabled", sa.Boolean, nullable=False, server_default=sa.false()),
+)
+
+# Whose tokens the provider has ended (`persons.py`), and when; kept as long as an older token could last.
+ended_tokens = _table("ended_tokens", *_key(name=sa.Text), sa.Column("at_s", sa.Double, nullable=False))
 
 # What each team holds of the rows of a table, written in their transactions (`holdings.py`).
 holdings = _table(

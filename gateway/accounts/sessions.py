@@ -60,7 +60,8 @@ class Sessions:
 
     async def use_once(self, token: str, mark: bytes, ttl_s: float) -> bool:
         """Whether `token` was not used in the last `ttl_s` seconds; from now on it was."""
-        row = {"digest": _digest(token), "mark": mark, "expires_at_s": self._clock() + ttl_s}
+        now_s = self._clock()
+        row = {"digest": _digest(token), "mark": mark, "created_at_s": now_s, "expires_at_s": now_s + ttl_s}
         try:
             await self._database.write(sa.insert(sessions).values(row))
         except IntegrityError:

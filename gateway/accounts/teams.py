@@ -11,12 +11,14 @@ its timing: steering the bits of a digest would need to invert SHA-256.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import secrets
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from policies import Budget
+from policies.routing import Residency
 from policies.verification import Verify
 from policies.windows import DEPLOYMENT, Overdraft, Unit
 
@@ -28,10 +30,29 @@ _PREFIX_CHARS = len(_KEY_START) + 4
 
 
 @dataclass(frozen=True, slots=True)
+class KeyTemplate:
+    """What a team's new keys get of what is not said of them; None: no value. `expires_in_s` is from their making."""
+
+    models: tuple[str, ...] | None = None
+    requests_per_min: int | None = None
+    tokens_per_min: int | None = None
+    addresses: tuple[str, ...] | None = None
+    expires_in_s: float | None = None
+
+    def fields(self, now_s: float) -> dict[str, Any]:
+        """Those of a key that is made at `now_s`."""
+        names = ("models", "requests_per_min", "tokens_per_min", "addresses")
+        fields = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return fields if self.expires_in_s is None else {**fields, "expires_at_s": now_s + self.expires_in_s}
+
+
+@dataclass(frozen=True, slots=True)
 class Team:
     """The unit that pays. A limit of None means unlimited. Times are in unix seconds.
 
-    `semantic_error_max` None: the gateway's own bound. `verify` None: the gateway's own mode.
+    `semantic_error_max` None: the gateway's own bound. `verify` None: the gateway's own mode. `regions`
+    and `retention_days_max` say where its requests may go (`policies.routing.Residency`); `store_s_max` is
+    how long anything of them is kept here, in seconds, 0: not at all.
     """
 
     id: int
@@ -45,11 +66,33 @@ class Team:
     is_store_enabled: bool = True  # responses may be stored where a request asks for it
     verify: Verify | None = None
     time_zone: str = ""  # of its budgets' days, weeks and months; empty: UTC
+    new_keys: KeyTemplate = KeyTemplate()
+    regions: tuple[str, ...] | None = None
+    retention_days_max: int | None = None
+    store_s_max: int | None = None
+
+    @property
+    def residency(self) -> Residency:
+        """The rule on where its requests may go."""
+        return Residency(self.regions, self.retention_days_max)
+
+    @property
+    def rules(self) -> tuple[Any, ...]:
+        """Its rules on where requests go and what is kept; empty without one. They divide its cache."""
+        if self.regions is None and self.retention_days_max is None and self.store_s_max is None:
+            return ()
+        return self.regions, self.retention_days_max, self.store_s_max
+
+    def kept_s(self, seconds: int) -> int:
+        """The seconds that something of its requests is kept, where the settings say `seconds`."""
+        return seconds if self.store_s_max is None else min(seconds, self.store_s_max)
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A team's virtual key. `prefix` may be shown; `models` None: all models."""
+    """A team's virtual key. `prefix` may be shown; `models` None: all models; `addresses`: the networks from which
+    it is taken, None: from all. `old_until_s`: until when the secret works that it had before, of `old_digest`.
+    """
 
     id: int
     team_id: int
@@ -64,6 +107,9 @@ class Key:
     models: tuple[str, ...] | None = None
     last_used_at_s: float | None = None
     owner: str = ""  # the person whose key it is; empty: the team's
+    addresses: tuple[str, ...] | None = None
+    old_digest: bytes | None = field(default=None, repr=False)
+    old_until_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +125,7 @@ class Identity:
     """The caller of a request: the key, its team and the team's budgets; and of a person with a token the
     `user`, in place of what the request says.
 
-    `at_deployments` are the `budgets` that limit deployments. `has_hard_money`: a hard budget
+    `networks` are the key's `addresses`; `at_deployments` the `budgets` that limit deployments. `has_hard_money`: a hard budget
     limits money. `is_plain`: all budgets limit the team's money, and none allows overdraft.
     """
 
@@ -87,17 +133,28 @@ class Identity:
     team: Team
     budgets: tuple[Budget, ...]
     user: str = ""
+    networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = field(init=False)
     at_deployments: tuple[Budget, ...] = field(init=False)
     has_hard_money: bool = field(init=False)
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "networks", tuple(map(ipaddress.ip_network, self.key.addresses or ())))
         at_deployments = tuple(budget for budget in self.budgets if budget.axis == DEPLOYMENT)
         object.__setattr__(self, "at_deployments", at_deployments)
         has_hard_money = any(budget.is_hard and budget.unit is Unit.MONEY for budget in self.budgets)
         object.__setattr__(self, "has_hard_money", has_hard_money)
         is_plain = all(budget.is_shared and budget.overdraft is Overdraft.REFUSE for budget in self.budgets)
         object.__setattr__(self, "is_plain", is_plain)
+
+    def is_taken_from(self, address: str) -> bool:
+        """Whether the key's `networks` have an address; also an IPv4 address as an IPv6 socket shows it."""
+        try:
+            at = ipaddress.ip_address(address)
+        except ValueError:  # a socket without one
+            return False
+        at = getattr(at, "ipv4_mapped", None) or at
+        return any(at in network for network in self.networks)
 
 
 def scope_of(team_id: int) -> str:

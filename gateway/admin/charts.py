@@ -22,6 +22,7 @@ from gateway.telemetry.summary import Percentiles, StatsWindow
 _HEIGHT = 100.0
 _STEP = 10.0  # a bar's share of the width, its gap included
 _BAR = 7.6
+_DAYS_MAX = 400
 LABELS = {
     "exact": "exact hit",
     "semantic": "semantic hit",
@@ -114,19 +115,24 @@ def waterfall(savings: SavingsOut) -> list[Bar]:
         return Markup(box).format(_rect(kind, min(x, 998.5), 0, width, 10))
 
     baseline, spent = savings.baseline_microusd, savings.spent_microusd
-    bars = [Bar("baseline", "Without Sameway", savings.requests, fmt.usd(baseline), drawn("baseline", 0, baseline))]
+    places = fmt.decimals([baseline, spent, *(step.amount_microusd for step in savings.steps)])
+    whole = fmt.usd(baseline, places)
+    bars = [Bar("baseline", "Without Sameway", savings.requests, whole, drawn("baseline", 0, baseline))]
     for step, before, after in zip(savings.steps, levels[:-1], levels[1:], strict=True):
         kind = "saved" if step.amount_microusd >= 0 else "cost"
-        amount = fmt.usd(-step.amount_microusd) if kind == "saved" else f"+{fmt.usd(-step.amount_microusd)}"
+        amount = f"{'' if kind == 'saved' else '+'}{fmt.usd(-step.amount_microusd, places)}"
         bars.append(Bar(kind, step.label, step.requests, amount, drawn(kind, before, after)))
-    return [*bars, Bar("spent", "Spent", savings.requests, fmt.usd(spent), drawn("spent", 0, spent))]
+    return [*bars, Bar("spent", "Spent", savings.requests, fmt.usd(spent, places), drawn("spent", 0, spent))]
 
 
 def savings_chart(savings: SavingsOut) -> Markup:
     """Spend by day with the savings on top; a day that cost more than its baseline has no savings."""
     sums = {of_day.day: (of_day.spent_microusd, of_day.saved_microusd) for of_day in savings.days}
     starts = range(savings.from_s, savings.until_s, 86_400)
-    days = [datetime.fromtimestamp(at, UTC).date().isoformat() for at in starts]
+    days = [datetime.fromtimestamp(at, UTC).date().isoformat() for at in starts[-_DAYS_MAX:]]
+    days = (
+        days if len(starts) <= _DAYS_MAX else [*sums][-_DAYS_MAX:] or days[:1]
+    )  # of a longer time those with requests
     notes = [f"{day}\n{_money_note(*sums[day]) if day in sums else 'nothing'}" for day in days]
     label = f"By day: {_money_note(savings.spent_microusd, savings.saved_microusd)}"
     return _money_bars([sums.get(day, (0, 0)) for day in days], days, label, notes)
@@ -213,7 +219,7 @@ def stacked_bars(
                 parts.append(_rect(stack.kind, index * _STEP + (_STEP - _BAR) / 2, y, _BAR, height))
         columns.append(_column(index, Markup("").join(parts), note))
     ticks = [axis.format(top * share) for share in (1.0, 0.5, 0.0)]
-    return _plot(_grid(len(steps), (0.0, 50.0)) + Markup("").join(columns), len(steps), ticks, steps, label)
+    return _plot(_grid(len(steps), (0.0, 50.0)) + Markup("").join(columns), notes, ticks, steps, label)
 
 
 def log_lines(series: Sequence[Series], steps: Sequence[str], axis: Axis, label: str, notes: Sequence[str]) -> Markup:
@@ -242,7 +248,7 @@ def log_lines(series: Sequence[Series], steps: Sequence[str], axis: Axis, label:
             drawn.append(Markup('<path class="{} {}" d="{}"/>').format(shape, line.kind, _path(points)))
     drawn += [_column(index, Markup(""), note) for index, note in enumerate(notes)]
     ticks = [axis.format(10.0**power) for power in range(high, low - 1, -1)]
-    return _plot(Markup("").join(drawn), len(steps), ticks, steps, label)
+    return _plot(Markup("").join(drawn), notes, ticks, steps, label)
 
 
 def parts_bar(parts: Sequence[tuple[str, float, str]], label: str) -> Markup:
@@ -272,15 +278,27 @@ def nice_ceiling(value: float) -> float:
     return 10.0 * power
 
 
-def _plot(inner: Markup, steps: int, ticks: Sequence[str], names: Sequence[str], label: str) -> Markup:
+def _plot(inner: Markup, notes: Sequence[str], ticks: Sequence[str], names: Sequence[str], label: str) -> Markup:
+    """A drawing with its axes; below it its tooltips as a list, for the keyboard and for readers of screens."""
     y_labels = Markup("").join(Markup("<span>{}</span>").format(tick) for tick in ticks)
     shown = names if len(names) < 3 else (names[0], names[len(names) // 2], names[-1])
     x_labels = Markup("").join(Markup("<span>{}</span>").format(name) for name in shown)
+    numbers = Markup("").join(Markup("<li>{}</li>").format(note.replace("\n", ": ", 1)) for note in notes)
     return Markup(
         '<div class="plot"><div class="y-axis" aria-hidden="true">{}</div>'
         '<svg viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>'
         '<div class="x-axis" aria-hidden="true">{}</div></div>'
-    ).format(y_labels, _number(steps * _STEP), _number(_HEIGHT), label, inner, x_labels)
+        '<details class="numbers" id="numbers-{}"><summary>In numbers</summary><ul tabindex="0">{}</ul></details>'
+    ).format(
+        y_labels,
+        _number(len(notes) * _STEP),
+        _number(_HEIGHT),
+        label,
+        inner,
+        x_labels,
+        label.partition(":")[0].partition(",")[0].lower().replace(" ", "-"),
+        numbers,
+    )
 
 
 def _grid(steps: int, heights: Sequence[float]) -> Markup:

@@ -7,7 +7,9 @@ Each function is a filter of the templates. No HTML but the <time> element of `a
 import json
 import math
 import re
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 from markupsafe import Markup
 
@@ -18,19 +20,35 @@ from policies.prices import dollars as exact_dollars
 NOTHING = "–"
 
 
-def usd(microusd: int | None) -> str:
-    """Dollars with the decimals that matter: $1,234, $12.30, $0.0042, $0.000120."""
+def usd(microusd: int | None, decimals: int | None = None) -> str:
+    """Dollars with `decimals`, those of a whole column; else with the decimals that matter: $1,234, $12.30, $0.0042."""
     if microusd is None:
         return NOTHING
-    if microusd == 0:
-        return "$0"
+    if decimals is not None and 0 < abs(microusd) * 10**decimals < 500_000:
+        return f"{'-' if microusd < 0 else ''}<${10**-decimals:.{decimals}f}"
+    places = _decimals(microusd) if decimals is None else decimals
+    return f"{'-' if microusd < 0 else ''}${abs(microusd) / 1e6:,.{places}f}"
+
+
+def _decimals(microusd: int) -> int:
+    """The decimals with which an amount has three figures, without zeros beyond the cents: $0.0120 is $0.012."""
     dollars = abs(microusd) / 1e6
-    decimals = 0 if dollars >= 1_000 else 2 if dollars >= 1 else min(6, 2 - math.floor(math.log10(dollars)))
-    text = f"{dollars:,.{decimals}f}"
-    if decimals > 2:  # $0.0120 is $0.012
-        whole, _, fraction = text.partition(".")
-        text = f"{whole}.{fraction.rstrip('0').ljust(2, '0')}"
-    return f"{'-' if microusd < 0 else ''}${text}"
+    if dollars >= 1 or not dollars:
+        return 2 if 0 < dollars < 1_000 else 0
+    fraction = f"{dollars:.{min(6, 2 - math.floor(math.log10(dollars)))}f}".partition(".")[2]
+    return max(2, len(fraction.rstrip("0")))
+
+
+def decimals(rows: Iterable[Any], name: str = "") -> int:
+    """The decimals that all amounts of a column share: those of the finest one, or cents where there are $100 and more."""
+    found = (row if not name else row[name] if isinstance(row, Mapping) else getattr(row, name) for row in rows)
+    amounts = [abs(amount) for amount in found if amount]
+    return 2 if max(amounts, default=0) >= 100_000_000 else max(map(_decimals, amounts), default=0)
+
+
+def sign(amount: float | None) -> str:
+    """The class of an amount that was saved: good above 0, bad below it."""
+    return "good" if amount and amount > 0 else "bad" if amount else ""
 
 
 def dollars(microusd: int) -> str:
@@ -94,9 +112,39 @@ def price(microusd_per_mtok: int) -> str:
     return "free" if microusd_per_mtok == 0 else f"{usd(microusd_per_mtok)} / M tokens"
 
 
-def changes(text: str) -> dict[str, list[object]]:
-    """The change of a row of the audit log, by field: its values before and after."""
-    return dict(json.loads(text or "{}"))
+def changes(text: str) -> list[tuple[str, str | None, str | None]]:
+    """The change of a row of the audit log: each field's name in words, and its values before and after in the unit
+    that the field's name ends in; None: there is none. What is new and says nothing is left out.
+    """
+    pairs = json.loads(text or "{}").items()
+    return [_change(name, old, new) for name, (old, new) in pairs if old is not None or new or _says(name, new)]
+
+
+def _says(name: str, value: Any) -> bool:
+    """Whether a value that is nothing says something: a switch that is off, a limit of 0."""
+    return value is False or (value == 0 and name.startswith("limit"))
+
+
+def _change(name: str, before: Any, after: Any) -> tuple[str, str | None, str | None]:
+    *words, unit = name.split("_")
+    label = " ".join(words if unit in ("microusd", "s", "ms") else [*words, unit])
+    return label, _in_unit(before, name), _in_unit(after, name)
+
+
+def _in_unit(value: Any, name: str) -> str | None:
+    """A value as people read it, by the unit that its name ends in."""
+    if isinstance(value, dict):
+        shown = {part: _in_unit(one, part) for part, one in value.items() if one is not None}
+        return "; ".join(f"{_change(part, None, None)[0]}: {one}" for part, one in shown.items()) or None
+    if value is None or isinstance(value, list | str):
+        return value if value is None else (value if isinstance(value, str) else ", ".join(map(str, value))) or NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name.endswith(("_at_s", "_until_s", "_ms")):
+        return utc(value / (1_000 if name.endswith("_ms") else 1)) if value else NOTHING
+    if name.endswith("_microusd"):
+        return usd(value)
+    return duration_s(value) if name.endswith("_s") else percent(value) if name.endswith("_max") else str(value)
 
 
 def window(kind: WindowKind | str, rolling_s: int | None = None) -> str:

@@ -173,8 +173,16 @@ async def _team(post: _Post) -> Mapping[str, Any]:
         "semantic_error_max": _share(fields.get("semantic_error_max_percent")),
         "verify": fields.get("verify") or None,
         "time_zone": fields.get("time_zone", ""),
+        "new_keys": _new_keys(post),
+        "regions": fields.get("regions", "").replace(",", " ").split() or None,
+        **{name: _whole(fields.get(name), _LABELS[name]) for name in ("retention_days_max", "store_s_max")},
         **_rates(fields),
     }
+
+
+def _new_keys(post: _Post) -> dict[str, Any]:
+    fields = {name.removeprefix("new_"): text for name, text in post.fields.items() if name.startswith("new_")}
+    return {"expires_in_s": _in_days(fields), "models": post.models or None, **_rates(fields), **_networks(fields)}
 
 
 async def _confirmed(post: _Post) -> Mapping[str, Any]:
@@ -185,13 +193,28 @@ async def _confirmed(post: _Post) -> Mapping[str, Any]:
 
 
 async def _key(post: _Post) -> Mapping[str, Any]:
-    days = _number(post.fields.get("expires_in_days"), "Expires in")
+    expires_in_s = _in_days(post.fields)
     return {
         "name": post.fields.get("name", ""),
-        "expires_at_s": post.parts.clock() + days * 86_400 if days is not None else None,
+        "expires_at_s": post.parts.clock() + expires_in_s if expires_in_s is not None else None,
         "models": post.models or None,
         **_rates(post.fields),
+        **_networks(post.fields),
     }
+
+
+async def _rotation(post: _Post) -> Mapping[str, Any]:
+    return {"overlap_s": (_number(post.fields.get("overlap_hours"), "The old secret works for, hours") or 0) * 3_600}
+
+
+def _in_days(fields: Mapping[str, str]) -> float | None:
+    days = _number(fields.get("expires_in_days"), "Expires in")
+    return days * 86_400 if days is not None else None
+
+
+def _networks(fields: Mapping[str, str]) -> dict[str, list[str] | None]:
+    listed = [part.strip() for part in fields.get("addresses", "").split(",")]
+    return {"addresses": listed if any(listed) else None}
 
 
 async def _new_budget(post: _Post) -> Mapping[str, Any]:
@@ -266,9 +289,14 @@ _LABELS = {
     "tokens_per_min": "Tokens per minute",
     "semantic_error_max": "Wrong semantic hits at most",
     "verify": "The verifier is asked",
+    "regions": "Regions",
+    "retention_days_max": "Days kept by providers, at most",
+    "store_s_max": "Seconds kept here, at most",
     "limit_microusd": "Limit",
     "window": "Window",
     "expires_at_s": "Expires in",
+    "addresses": "Addresses",
+    "overlap_s": "The old secret works for, hours",
     "prompt": "Prompt",
     "text": "Prompt",
     "model": "Model",
@@ -359,10 +387,15 @@ FORMS = (
     _Form(_TEAM, teams.update_team, _TO_TEAM + "team-saved", "team", "settings", read=_team),
     _Form(_TEAM + "/delete", teams.delete_team, "/admin/teams?done=team-deleted", "team", "delete", read=_confirmed),
     _Form(_TEAM + "/keys", teams.create_key, "", "team", "key", read=_key, shows="new_key"),
+    _Form(_TEAM + "/keys/{key_id}/rotate", teams.rotate_key, "", "team", "key", read=_rotation, shows="new_key"),
     _Form(_TEAM + "/keys/{key_id}/revoke", teams.revoke_key, _TO_TEAM + "key-revoked"),
     _Form(_TEAM + "/purge", cache_views.purge, _TO_TEAM + "purged", read=_purge_team),
     _Form("/me/{team_id}/keys", teams.create_own_key, "", "me", "key-{team_id}", read=_key, shows="new_key"),
+    _Form("/me/keys/{key_id}/rotate", teams.rotate_key, "", "me", read=_rotation, shows="new_key"),
     _Form("/me/keys/{key_id}/revoke", teams.revoke_key, "/admin/me?done=key-revoked"),
+    _Form("/me/keep-keys", teams.keep_keys, "/admin/me?done=keys-kept"),
+    _Form("/people/disable", teams.disable_person, "/admin/sessions?done=person-disabled", "sessions", "people"),
+    _Form("/people/enable", teams.enable_person, "/admin/sessions?done=person-enabled", read=_hidden("name")),
     _Form("/sessions/{session_id}/end", teams.end_session, "/admin/sessions?done=session-ended"),
     _Form(_TEAM + "/budgets", budgets.create_budget, _TO_TEAM + "budget-created", "team", "budget", read=_new_budget),
     _Form(_BUDGET, budgets.update_budget, _TO_TEAM + "budget-saved", "team", _AT_BUDGET, read=_budget),

@@ -32,6 +32,7 @@ from starlette.exceptions import HTTPException
 
 from cache import CacheUnavailable
 from gateway import accounts
+from gateway.access.agents import Agents
 from gateway.access.people import ADMIN_KEY, roles_of
 from gateway.access.provider import Provider
 from gateway.accounts.database import is_down
@@ -141,17 +142,18 @@ class Guard:
         self._settings = settings
         self._own_host = settings.host.lower()
         self.sessions = sessions
+        self.agents: Agents  # set where Redis is there
         self.provider = provider or Provider(settings)
         self._count = count
-        self._guesses = Guesses(clock, redis)
+        self.guesses = Guesses(clock, redis)
 
     async def check_key(self, request: Request, endpoint: Endpoint, key: str) -> None:
         """Check an operator's key. Raises Unauthenticated for a wrong key, TooManyWrongKeys before reading it."""
         client, scope = client_of(request), endpoint.value
-        wait_s = await self._guesses.wait_s(scope, client)
+        wait_s = await self.guesses.wait_s(scope, client)
         if wait_s and await self.session(request) is not None:
             scope = f"{endpoint} in a session"
-            wait_s = await self._guesses.wait_s(scope, client)
+            wait_s = await self.guesses.wait_s(scope, client)
         if wait_s:
             self._count(endpoint, "not_read")
             then = f"Wait {_seconds(wait_s)}, then send the right one."
@@ -160,13 +162,13 @@ class Guard:
         if endpoint in (Endpoint.LOGIN, Endpoint.ADMIN_API) and not self._settings.access.is_admin_key_taken:
             raise Unauthenticated("The admin key is switched off by `access.is_admin_key_taken`: sign in")
         if hmac.compare_digest(digest, self._admin_key):
-            await self._guesses.forget(scope, client)
+            await self.guesses.forget(scope, client)
             return
         # the metrics key forgets nothing: with it a client could guess the admin's for ever
         is_observer = endpoint in (Endpoint.METRICS, Endpoint.READYZ)
         if is_observer and self._metrics_key and hmac.compare_digest(digest, self._metrics_key):
             return
-        pause_s = await self._guesses.add(scope, client)
+        pause_s = await self.guesses.add(scope, client)
         self._count(endpoint, "wrong")
         _log.warning("wrong_key", endpoint=endpoint.value, client=client, pause_s=pause_s)
         raise Unauthenticated(NEEDS[endpoint])
@@ -249,6 +251,11 @@ class Guard:
         access = self._settings.access
         return [self.mark("admin")] * access.is_admin_key_taken + [self.mark("sign-in")] * bool(access.client_id)
 
+    @property
+    def all_marks(self) -> list[bytes]:
+        """Those, and those of agents that people signed in."""
+        return [*self.marks, self.mark("agent")]
+
     async def new_session(self, client: str = "") -> str:
         """A cookie value of the admin key, valid for SESSION_S."""
         return await self.sessions.start(self.mark("admin"), SESSION_S, client=client, actor=ADMIN_KEY)
@@ -256,7 +263,10 @@ class Guard:
     async def session(self, request: Request) -> Session | None:
         """The session of a request's cookie."""
         token = request.cookies.get(COOKIE, "")
-        return await self.sessions.find(token, self.marks) if token else None
+        session = await self.sessions.find(token, self.marks) if token else None
+        if session is not None and session.subject:
+            return None if request.app.state.parts.accounts.persons.is_disabled(session.actor) else session
+        return session
 
     async def end_session(self, request: Request) -> None:
         """End the request's session: no copy of its cookie opens a page any more."""

@@ -75,6 +75,7 @@ class Pages:
             now_s=self._clock(),
             nav=[(path, words) for path, words, name in _PAGES if principal is not None and may(principal, name)],
             actor=principal.actor if principal is not None else "",
+            is_admin=principal is not None and principal.is_admin,
         )
         if principal is not None and not principal.is_admin:
             text = _FORM.sub(lambda form: form[0] if self._may(principal, "POST", form[1]) else _GONE, text)

@@ -17,9 +17,10 @@ from gateway.accounts import Key, LedgerRow, NewKey
 from gateway.accounts.audit import AuditRow
 from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
 from gateway.accounts.ledger import COLUMNS
+from gateway.accounts.teams import KeyTemplate
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Claim, Hedged, Rejection, Seam
-from gateway.journey.record import FIELDS, Record, Stage
+from gateway.journey.record import FIELDS, GuardCall, Record, Stage
 from gateway.learning.reports import ReportOutcome
 from gateway.telemetry.hosts import Host
 from gateway.telemetry.parts import GatewayPart
@@ -42,9 +43,20 @@ _PRINTABLE = {"pattern": r"^[^\p{C}\p{Z}]+( +[^\p{C}\p{Z}]+)*$"}  # the accounts
 _Name = Annotated[str, Field(min_length=1, max_length=200, json_schema_extra=_PRINTABLE)]
 _Label = Annotated[str, Field(min_length=1, max_length=256)]
 _Models = Annotated[tuple[_Name, ...], Strict(False)]  # JSON's arrays are lists
+_Networks = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=64)], ...],
+    Strict(False),
+    Field(description="addresses and networks such as 10.0.0.0/8, from which it is taken; null: from all"),
+]
 _Rate = Annotated[int, Field(ge=1, le=RATE_MAX, description="null: no limit"), _Whole]
 _ErrorMax = Annotated[float, Field(ge=0, le=1, description="null: the gateway's own bound")]
 _Verify = Annotated[Verify, Strict(False), Field(description="null: the gateway's own mode")]
+_Regions = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")], ...],
+    Strict(False),
+    Field(min_length=1, max_length=50),
+]
+_Bound = Annotated[int, Field(ge=0, le=RATE_MAX, description="null: no bound"), _Whole]
 _Limit = Annotated[int, Field(ge=0, le=MICROUSD_MAX), _Whole]
 
 
@@ -130,6 +142,16 @@ class ErrorBody(BaseModel):
 # -- teams, keys, budgets
 
 
+class KeyTemplateIn(_In):
+    """What new keys of the team get where nothing is said of it; a member's own keys have no more than that."""
+
+    models: _Models | None = Field(None, description="null: every model")
+    requests_per_min: _Rate | None = None
+    tokens_per_min: _Rate | None = None
+    addresses: _Networks | None = None
+    expires_in_s: float | None = Field(None, gt=0, le=1e9, description="seconds after they are made; null: never")
+
+
 class TeamIn(_In):
     name: _Name
     is_active: bool = True
@@ -140,6 +162,10 @@ class TeamIn(_In):
     is_semantic_enabled: bool = True
     is_store_enabled: bool = Field(True, description="responses are kept where a request asks for it")
     time_zone: str = Field("", max_length=64, description="of its budgets' days, weeks and months; empty: UTC")
+    new_keys: KeyTemplateIn = KeyTemplateIn()
+    regions: _Regions | None = Field(None, description="of deployments that may get its requests; null: all")
+    retention_days_max: _Bound | None = None
+    store_s_max: _Bound | None = None
 
 
 class NewTeamIn(TeamIn):
@@ -158,17 +184,18 @@ class KeyIn(_In):
     requests_per_min: _Rate | None = None
     tokens_per_min: _Rate | None = None
     models: _Models | None = Field(None, description="null: every model")
+    addresses: _Networks | None = None
 
 
-class KeyPatch(_In):
+class RotateIn(_In):
+    overlap_s: float = Field(86_400, ge=0, le=90 * 86_400, description="for which the old secret works, too")
+
+
+class KeyPatch(KeyIn):
     """Only the fields that are sent change."""
 
     name: _Name = ""
     is_active: bool = True
-    expires_at_s: float | None = Field(None, gt=0, le=1e11)
-    requests_per_min: _Rate | None = None
-    tokens_per_min: _Rate | None = None
-    models: _Models | None = None
 
 
 _LIMITS = ("limit_microusd", "limit_tokens", "limit_requests")
@@ -217,9 +244,11 @@ class BudgetRaiseIn(_In):
     until_s: float = Field(ge=0, le=1e11, description="unix seconds")
 
 
-_KEY = "id team_id name prefix is_active created_at_s expires_at_s last_used_at_s requests_per_min tokens_per_min models owner"
+_KEY = "id team_id name prefix is_active created_at_s expires_at_s last_used_at_s requests_per_min tokens_per_min models owner "
+_KEY += "addresses old_until_s"
 KeyOut = Annotated[Key, _Flat("KeyOut", only=_KEY)]
 _NEW_KEY = "A key just made. The plaintext is shown this once and kept nowhere."
+KeyTemplateOut = Annotated[KeyTemplate, _Flat("KeyTemplateOut")]
 NewKeyOut = Annotated[NewKey, _Flat("NewKeyOut", _NEW_KEY, key=KeyOut)]
 
 
@@ -233,6 +262,7 @@ class OwnKeyOut(_Out):
     prefix: str
     is_active: bool
     expires_at_s: float | None
+    old_until_s: float | None
     last_used_at_s: float | None
     requests: int
     cost_microusd: int
@@ -245,6 +275,7 @@ class MeOut(_Out):
     roles: dict[str, list[str]]
     teams: dict[int, str]
     keys: list[OwnKeyOut]
+    keys_stop_at_s: float | None = Field(description="when they stop, or stopped, without a sign-in; null: never")
 
 
 SessionId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -263,6 +294,24 @@ class SessionOut(_Out):
 
 class SessionsOut(_Out):
     sessions: list[SessionOut]
+
+
+class PersonIn(_In):
+    name: _Name
+
+
+class PersonOut(_Out):
+    """A person that the provider vouched for: here, a sign-in or a new token, exact to a day."""
+
+    name: str
+    seen_at_s: float
+    is_disabled: bool
+    keys_stop_at_s: float | None = Field(description="when the person's keys stop, or stopped; null: never")
+    keys: int = Field(description="the person's own keys that are not revoked")
+
+
+class PeopleOut(_Out):
+    people: list[PersonOut]
 
 
 class BudgetTerms(_Out):
@@ -349,6 +398,10 @@ class TeamOut(_Out):
     is_semantic_enabled: bool
     is_store_enabled: bool
     time_zone: str
+    new_keys: KeyTemplateOut
+    regions: list[str] | None
+    retention_days_max: int | None
+    store_s_max: int | None
     keys: list[KeyOut] = []
     budgets: list[BudgetOut] = []
     stored: StoredOut | None = Field(None, description="of one team alone; null in a list")
@@ -451,6 +504,7 @@ _Rejection = Annotated[Rejection, _Flat("RejectionOut")]
 _Attempt = Annotated[Attempt, _Flat("AttemptOut", without=("is_refusal", "is_denial"))]
 _Stage = Annotated[Stage, _Flat("StageOut", without=("attempt",))]
 _Seam = Annotated[Seam, _Flat("SeamOut")]
+_GuardCall = Annotated[GuardCall, _Flat("GuardCallOut")]
 _Claim = Annotated[Claim, _Flat("ClaimOut")]
 _Hedge = Annotated[Hedged, _Flat("HedgeOut")]
 _Route = Annotated[
@@ -472,6 +526,7 @@ taken) or `failed` (any other 5xx, and a 424).""",
         hedge=_Hedge | None,
         seams=list[_Seam],
         claims=list[_Claim],
+        guards=list[_GuardCall],
         stages=list[_Stage],
     ),
 ]
@@ -561,6 +616,14 @@ class SavingsOut(SavingsSumOut):
     until_s: int
     unknown_requests: int = Field(description="generations and hits without a known baseline, as a price is missing")
     unknown_cost_microusd: int = Field(description="what they cost; not in `spent_microusd`")
+    running_microusd: int | None = Field(
+        description="what running Sameway cost in these days, by `savings.running_usd_per_month`; null: of a team or model"
+    )
+    net_microusd: int | None = Field(description="saved less running")
+    target_microusd: int | None = Field(
+        description="of these days, by `savings.target_usd_per_month`; null: none is set, or of a team or model"
+    )
+    is_target_met: bool | None = Field(description="whether `net_microusd` reaches it")
     by_team: list[TeamSavingsOut]
     days: list[DaySavingsOut]
 

@@ -5,13 +5,16 @@ its looks.
 """
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Annotated, Any, get_args
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
 from starlette.routing import BaseRoute
 
 from gateway.accounts.ledger import Group, LedgerFilter
 from gateway.admin import budgets, cache_views, configuration, misses, savings_views, teams, verifier_views, views
+from gateway.admin.agents import add_device_page, agent_routes
 from gateway.admin.charts import (
     ANSWERS,
     kinds_bar,
@@ -26,7 +29,7 @@ from gateway.admin.guard import principal_of
 from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut
 from gateway.admin.parts import AdminParts
-from gateway.admin.queries import GROUPS, CacheKind, RouteFilter, RouteOutcome, id_of
+from gateway.admin.queries import GROUPS, CacheKind, RouteFilter, RouteOutcome, days_of, id_of, ledger_filter, periods
 from gateway.admin.roles import may
 from gateway.admin.sign_in import add_doors, end_sessions
 from gateway.settings import NEAR_SIMILARITY_MIN, Role, is_pattern
@@ -37,9 +40,9 @@ _ROUTES_PER_PAGE = 50
 _LEDGER_PER_PAGE = 50
 _SUMS_PER_PAGE = 200
 _AUDIT_PER_PAGE = 100
+_PEOPLE_SHOWN = 200
 _TEAMS_PER_PAGE = 100
 _LATEST = 6
-_SPANS = {"1": "today", "7": "7 days", "30": "30 days", "90": "90 days", "365": "a year"}
 
 
 def page_routes(parts: AdminParts) -> list[BaseRoute]:
@@ -48,8 +51,10 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
     router = APIRouter(prefix="/admin", route_class=page_route(pages, parts.guard), include_in_schema=False)
     _add_history(router, parts, pages)
     renders = _add_overview(router, parts, pages) | _add_teams(router, parts, pages) | _add_cache(router, parts, pages)
+    renders |= _add_people(router, parts, pages)
     add_forms(router, parts, renders)
     add_doors(router, parts, pages)
+    add_device_page(router, parts, pages)
 
     files = APIRouter(include_in_schema=False)
 
@@ -65,7 +70,7 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
     async def favicon() -> Response:
         return static_file("favicon.svg") or Response(status_code=404)
 
-    return [*files.routes, *router.routes]
+    return [*agent_routes(parts), *files.routes, *router.routes]
 
 
 def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
@@ -146,13 +151,10 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
 
     @router.get("/savings")
     async def savings(request: Request) -> Response:
-        query = request.query_params
-        days = query.get("days", "")
-        days = days if days in _SPANS else str(savings_views.DAYS)
-        team_id, model = _team_id(request), query.get("model", "")
-        sums = await savings_views.savings(
-            parts, team_id, model, from_s=parts.clock() - (int(days) - 1) * savings_views.DAY_S
-        )
+        team_id, model = _team_id(request), request.query_params.get("model", "")
+        where = savings_views.savings_filter(parts, team_id, model, **days_of(request.query_params))
+        sums = await savings_views.savings(parts, where)
+        certified = await views.or_none(cache_views.certificate(parts, team_id, model))
         return pages.render(
             request,
             "savings.html",
@@ -161,17 +163,18 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             chart=savings_chart(sums),
             team_id=team_id,
             model=model,
-            days=days,
-            spans=_SPANS,
+            days=_shown_days(parts, request, where),
+            twin=_twin(where),
+            by_team=[(one, with_query(request, {"team_id": str(one.team_id)})) for one in sums.by_team],
+            certificates=[one for one in certified["certificates"] if one.hits] if certified is not None else None,
             choices=await views.ledger_choices(parts, _among(request, team_id)),
         )
 
     @router.get("/ledger")
     async def ledger(request: Request, cursor: str = "") -> Response:
         query = request.query_params
-        where = LedgerFilter(
-            team_id=_team_id(request), alias=query.get("model") or None, deployment=query.get("deployment") or None
-        )
+        model, deployment = query.get("model"), query.get("deployment")
+        where = ledger_filter(_team_id(request), model=model, deployment=deployment, **days_of(query))
         by = query.get("by", "")
         if by in ("user", "tag", "region"):  # whose sums are kept by team and day alone
             where = replace(where, alias=None, deployment=None, tag=query.get("tag") or None if by == "tag" else None)
@@ -184,11 +187,12 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             "ledger.html",
             rows=page["rows"],
             older=with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
-            csv=with_query(request, {"cursor": None, "by": None, "tag": None}),
             by=by,
             groups=GROUPS,
             sums=sums,
-            twin=with_query(request, {"model": where.alias, "deployment": where.deployment, "tag": where.tag}),
+            days=_shown_days(parts, request, where),
+            twin=_twin(where, by=by, tag=where.tag) if sums else _twin(where),
+            cursor=cursor,
             where=where,
             is_filtered=where != LedgerFilter(),
             requests=sum(total.requests for total in totals),
@@ -210,6 +214,25 @@ async def _shown_routes(
         "prices": {one.name: one for one in parts.deployments()},
         "advice": {reason: misses.CAUSES[cause] for reason, cause in misses.CAUSE_OF.items()},
     }
+
+
+def _shown_days(parts: AdminParts, request: Request, where: LedgerFilter) -> dict[str, Any]:
+    """The first and last day of a filter, and the periods that a page offers, each with its query and whether it is shown."""
+    bounds = (where.from_ms, where.until_ms and where.until_ms - 1)
+    shown = tuple(None if at is None else datetime.fromtimestamp(at / 1000, UTC).date() for at in bounds)
+    offered = [
+        (words, with_query(request, {"from": str(days[0]), "until": str(days[1]), "cursor": None}), days == shown)
+        for words, days in periods(parts.clock()).items()
+    ]
+    return {"first": shown[0], "last": shown[1], "offered": offered}
+
+
+def _twin(where: LedgerFilter, **more: str | None) -> str:
+    """The query of the API for the rows of a page."""
+    bounds = {"from_s": where.from_ms, "until_s": where.until_ms}
+    named = {"team_id": where.team_id, "model": where.alias, "deployment": where.deployment, **more}
+    named |= {name: bound // 1000 for name, bound in bounds.items() if bound is not None}
+    return urlencode({name: value for name, value in named.items() if value not in (None, "")})
 
 
 def _route_filter(request: Request) -> RouteFilter:
@@ -349,8 +372,13 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     @router.get("/audit")
     async def audit(request: Request, cursor: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None) -> Response:
         page = await cache_views.audit(parts, cursor, _AUDIT_PER_PAGE)
-        return pages.render(request, "audit.html", rows=page["rows"], older=page["cursor"])
+        days = parts.settings.access.audit_days
+        return pages.render(request, "audit.html", rows=page["rows"], older=page["cursor"], kept_days=days)
 
+    return {"cache": render_cache, "answer": render_answer, "models": render_models}
+
+
+def _add_people(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
     async def render_me(request: Request, status: int = 200, **form: Any) -> Response:
         mine = await teams.me(parts, principal_of(request))
         return pages.render(request, "me.html", status, me=mine, models=parts.settings.names, **form)
@@ -359,9 +387,14 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     async def me(request: Request) -> Response:
         return await render_me(request)
 
+    async def render_sessions(request: Request, status: int = 200, **form: Any) -> Response:
+        listed, people = await teams.list_sessions(parts), (await teams.list_people(parts)).people
+        first = sorted(people, key=lambda one: (not one.is_disabled, -one.keys))[:_PEOPLE_SHOWN]
+        shown = {"sessions": listed.sessions, "people": first, "more": len(people) - len(first)}
+        return pages.render(request, "sessions.html", status, **shown, **form)
+
     @router.get("/sessions")
     async def sessions(request: Request) -> Response:
-        listed = await teams.list_sessions(parts)
-        return pages.render(request, "sessions.html", sessions=listed.sessions)
+        return await render_sessions(request)
 
-    return {"cache": render_cache, "answer": render_answer, "models": render_models, "me": render_me}
+    return {"me": render_me, "sessions": render_sessions}

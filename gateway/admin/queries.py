@@ -3,7 +3,11 @@
 The dashboard's pages make the same filters of their own queries. No storage.
 """
 
+from calendar import monthrange
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends
@@ -106,6 +110,29 @@ def ledger_filter(
         from_ms=int(from_s * 1000) if from_s is not None else None,
         until_ms=int(until_s * 1000) if until_s is not None else None,
     )
+
+
+DAY_S = 86_400
+
+
+def days_of(query: Mapping[str, str]) -> dict[str, Any]:
+    """`from_s` and `until_s` of the days `from` and `until` of a page's query, both included; what is no ISO date says nothing."""
+    moments: dict[str, Any] = {}
+    for name, more_s in (("from", 0), ("until", DAY_S)):
+        with suppress(ValueError):
+            moments[f"{name}_s"] = datetime.fromisoformat(f"{query.get(name, '')[:10]}T00:00Z").timestamp() + more_s
+    return moments
+
+
+def periods(now_s: float) -> dict[str, tuple[date, date]]:
+    """The first and last days of the periods that a page offers: some days up to today, three calendar months, this year."""
+    today = datetime.fromtimestamp(now_s, UTC).date()
+    offered = {f"{days} days": (today - timedelta(days=days - 1), today) for days in (7, 30)}
+    first = today.replace(day=1)
+    for _ in range(3):
+        offered[f"{first:%b %Y}"] = (first, first.replace(day=monthrange(first.year, first.month)[1]))
+        first = (first - timedelta(days=1)).replace(day=1)
+    return offered | {f"{today.year}": (date(today.year, 1, 1), date(today.year, 12, 31))}
 
 
 Routes = Annotated[RouteFilter, Depends()]

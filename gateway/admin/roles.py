@@ -29,18 +29,18 @@ class Access(NamedTuple):
 
 
 TABLE = (
-    Access("See who one is; the playground", "me playground", tuple(Role)),
+    Access("See who one is; the playground; sign in an agent", "me keep_keys playground device", tuple(Role)),
     Access("Overview, health, deployments, models, batches",
            "overview status deployments hosts batches list_models models", (_ADMIN, _VIEWER)),
-    Access("Sums, savings and the ledger", "stats savings ledger ledger_sums ledger_csv ledger_parquet",
-           (_ADMIN, _FINANCE, _VIEWER), (_TEAM_ADMIN,)),
+    Access("Sums, savings and the ledger", "stats savings ledger ledger_sums", (_ADMIN, _FINANCE, _VIEWER), (_TEAM_ADMIN,)),
     Access("Requests, without texts", "routes requests", (_ADMIN, _VIEWER), (_TEAM_ADMIN,)),
     Access("The cache, without texts",
            "cache cache_misses cache_verifier certificate near_misses wrong", (_ADMIN, _VIEWER)),
     Access("All teams", "list_teams list_keys list_budgets teams", (_ADMIN, _FINANCE, _VIEWER)),
     Access("One team, its keys and budgets", "get_team list_keys_of_team list_budgets_of_team list_values team",
            (_ADMIN, _FINANCE, _VIEWER), (_TEAM_ADMIN,)),
-    Access("Make and revoke keys; a member, own ones", "create_key create_own_key revoke_key", (_ADMIN,), (_TEAM_ADMIN, _MEMBER)),
+    Access("Make, rotate and revoke keys; a member, own ones",
+           "create_key create_own_key rotate_key revoke_key", (_ADMIN,), (_TEAM_ADMIN, _MEMBER)),
     Access("Change keys", "update_key", (_ADMIN,), (_TEAM_ADMIN,)),
     Access("Budgets; a team admin, those below the team's own",
            "create_budget update_budget raise_budget reset_budget delete_budget", (_ADMIN,), (_TEAM_ADMIN,)),
@@ -50,8 +50,8 @@ TABLE = (
     Access("Teams and their limits", "create_team update_team delete_team", (_ADMIN,)),
     Access("Deployments, batches, models, configuration, certificates, imports",
            "act try_deployment cancel_batch reload set_model revert certify import_answers", (_ADMIN,)),
-    Access("Sessions", "list_sessions end_session sessions", (_ADMIN,)),
-    Access("The audit log", "audit", (_ADMIN, _AUDITOR)),
+    Access("People and sessions", "list_people disable_person enable_person list_sessions end_session sessions", (_ADMIN,)),
+    Access("The audit log", "audit export_audit", (_ADMIN, _AUDITOR)),
 )  # fmt: skip
 OF = {name: access for access in TABLE for name in access.of.split()}
 """The row of each name."""

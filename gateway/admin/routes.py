@@ -9,10 +9,11 @@ this one. Read `views.py` next.
 import asyncio
 import csv
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.security import APIKeyCookie, HTTPBearer
@@ -35,7 +36,7 @@ from gateway.admin import (
 from gateway.admin.guard import COOKIE, NEEDS, ApiRoute, Endpoint, check_query
 from gateway.admin.pages import page_routes
 from gateway.admin.parts import AdminParts, WorkerParts
-from gateway.admin.queries import LedgerRows
+from gateway.admin.queries import LedgerRows, Moment
 from gateway.admin.roles import OF, allow
 from gateway.wire.errors import Unauthenticated
 
@@ -79,6 +80,10 @@ def admin_routes(parts: AdminParts) -> list[BaseRoute]:
     _add_history(api)
     _add_machine(api)
     api.get("/me")(teams.me)
+    api.post("/me/keep-keys", status_code=204, response_class=Response)(teams.keep_keys)
+    api.get("/people")(teams.list_people)
+    api.post("/people/disable", status_code=204, response_class=Response)(teams.disable_person)
+    api.post("/people/enable", status_code=204, response_class=Response)(teams.enable_person)
     api.get("/sessions")(teams.list_sessions)
     api.delete("/sessions/{session_id}", status_code=204, response_class=Response)(teams.end_session)
     unknown = {route.name for route in api.routes if isinstance(route, ApiRoute)} - OF.keys()
@@ -104,6 +109,7 @@ def _add_accounts(api: APIRouter) -> None:
     api.get("/teams/{team_id}/keys")(teams.list_keys_of_team)
     api.post("/teams/{team_id}/keys", status_code=201, dependencies=_SECRET)(teams.create_key)
     api.patch("/keys/{key_id}")(teams.update_key)
+    api.post("/keys/{key_id}/rotate", dependencies=_SECRET)(teams.rotate_key)
     api.delete("/keys/{key_id}")(teams.revoke_key)
     api.get("/budgets")(budgets.list_budgets)
     api.get("/teams/{team_id}/budgets")(budgets.list_budgets_of_team)
@@ -116,16 +122,15 @@ def _add_accounts(api: APIRouter) -> None:
 
 
 def _add_history(api: APIRouter) -> None:
-    csv_text = {"content": {"text/csv": {"schema": {"type": "string"}}}}
-    parquet = {"content": {PARQUET: {"schema": {"type": "string", "format": "binary"}}}}
     api.get("/stats")(views.stats)
     api.get("/routes")(views.routes)
     api.get("/near-misses")(views.near_misses)
     api.get("/savings")(savings_views.savings)
     api.get("/ledger")(views.ledger)
     api.get("/ledger/sums")(views.ledger_sums)
-    api.get("/ledger.csv", response_class=StreamingResponse, responses={200: csv_text})(ledger_csv)
-    api.get("/ledger.parquet", response_class=StreamingResponse, responses={200: parquet})(ledger_parquet)
+    _add_files(api, "/savings", "savings", _savings, "All lines of savings that match, by day and team", _SAVINGS)
+    _add_files(api, "/ledger", "ledger", _ledger, "All rows of the ledger that match", _COLUMNS)
+    _add_files(api, "/ledger/sums", "ledger_sums", _sums, "The sums of the ledger that match, up to `limit`", _SUMS)
 
 
 def _add_machine(api: APIRouter) -> None:
@@ -156,22 +161,62 @@ def _add_machine(api: APIRouter) -> None:
     api.post("/config/models")(configuration.set_model)
     api.post("/config/models/revert")(configuration.revert)
     api.get("/audit")(cache_views.audit)
+    api.get("/audit/export", response_class=StreamingResponse, responses={200: ndjson})(export_audit)
     api.post("/feedback")(cache_views.feedback)
 
 
-async def ledger_csv(parts: WorkerParts, where: LedgerRows) -> StreamingResponse:
-    """All rows of the ledger that match, as CSV (RFC 4180)."""
-    headers = {"content-disposition": 'attachment; filename="sameway-ledger.csv"'}
-    return StreamingResponse(_csv(views.ledger_rows(parts, where)), media_type="text/csv", headers=headers)
+_Rows = AsyncIterator[dict[str, Any]]
 
 
-async def ledger_parquet(parts: WorkerParts, where: LedgerRows) -> StreamingResponse:
-    """All rows of the ledger that match, as Parquet with types; needs the extra `parquet`."""
-    headers = {"content-disposition": 'attachment; filename="sameway-ledger.parquet"'}
-    file = await asyncio.to_thread(ParquetFile, _COLUMNS)
-    return StreamingResponse(file.stream(views.ledger_rows(parts, where)), media_type=PARQUET, headers=headers)
+def _add_files(
+    api: APIRouter, path: str, name: str, rows_of: Callable[..., Any], purpose: str, columns: tuple[str, ...]
+) -> None:
+    """The routes of two files of the rows that `rows_of` finds; who may see the list `name` may have them."""
+
+    async def as_csv(rows: Annotated[Any, Depends(rows_of)]) -> StreamingResponse:
+        return StreamingResponse(_csv(rows, columns), media_type="text/csv", headers=_attached(f"{name}.csv"))
+
+    async def as_parquet(rows: Annotated[Any, Depends(rows_of)]) -> StreamingResponse:
+        file = await asyncio.to_thread(ParquetFile, columns)
+        return StreamingResponse(file.stream(rows), media_type=PARQUET, headers=_attached(f"{name}.parquet"))
+
+    as_csv.__doc__ = f"{purpose}, as CSV (RFC 4180)."
+    as_parquet.__doc__ = f"{purpose}, as Parquet with types; needs the extra `parquet`."
+    text, binary = ({"schema": {"type": "string", **more}} for more in ({}, {"format": "binary"}))
+    for end, media, schema, endpoint in (("csv", "text/csv", text, as_csv), ("parquet", PARQUET, binary, as_parquet)):
+        replies: dict[int | str, dict[str, Any]] = {200: {"content": {media: schema}}}
+        api.get(f"{path}.{end}", name=name, response_class=StreamingResponse, responses=replies)(endpoint)
 
 
+async def export_audit(parts: WorkerParts, from_s: Moment = 0, until_s: Moment = 1e11) -> StreamingResponse:
+    """All rows of the audit log from `from_s` on and before `until_s`, oldest first, as a JSON object on each line."""
+    rows = parts.audit.between(int(from_s * 1000), int(until_s * 1000))
+    lines = (msgspec.json.encode(row) + b"\n" async for row in rows)
+    return StreamingResponse(lines, media_type=transfer.NDJSON)
+
+
+def _attached(name: str) -> dict[str, str]:
+    return {"content-disposition": f'attachment; filename="sameway-{name.replace("_", "-")}"'}
+
+
+async def _ledger(parts: WorkerParts, where: LedgerRows) -> _Rows:
+    return views.ledger_rows(parts, where)
+
+
+async def _sums(sums: Annotated[models.LedgerSumsOut, Depends(views.ledger_sums)]) -> _Rows:
+    async def rows() -> _Rows:
+        for one in sums.sums:
+            yield one.model_dump()
+
+    return rows()
+
+
+async def _savings(parts: WorkerParts, where: savings_views.Saved) -> _Rows:
+    return savings_views.savings_rows(parts, where)
+
+
+_SAVINGS = ("day", "team_id", "team", "line", "requests", "amount_microusd")
+_SUMS = tuple(models.LedgerSumOut.model_fields)
 _COLUMNS = (
     "id", "at_ms", "request_id", "team_id", "team", "key_id", "key", "alias", "deployment",
     "prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd", "usage_estimated", "cache_write_tokens",
@@ -181,13 +226,16 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-async def _csv(rows: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+async def _csv(rows: _Rows, columns: Sequence[str]) -> AsyncIterator[str]:
     buffer = io.StringIO()
     writer = csv.writer(buffer)
-    writer.writerow(["at", *_COLUMNS])
+    has_moments = "at_ms" in columns
+    writer.writerow([*(["at"] if has_moments else ()), *columns])
     async for row in rows:
-        at = datetime.fromtimestamp(row["at_ms"] / 1000, UTC).isoformat(timespec="milliseconds")
-        writer.writerow([at, *(_cell(row[name]) for name in _COLUMNS)])
+        at = (
+            [datetime.fromtimestamp(row["at_ms"] / 1000, UTC).isoformat(timespec="milliseconds")] if has_moments else ()
+        )
+        writer.writerow([*at, *(_cell(row[name]) for name in columns)])
         if buffer.tell() > 32_768:
             yield buffer.getvalue()
             buffer.seek(0)

@@ -18,6 +18,7 @@ from fastapi.responses import RedirectResponse
 from gateway.access.people import ADMIN_KEY, groups_of, name_of, refusal_of, roles_of
 from gateway.access.provider import ProviderAway, TokenRefused
 from gateway.accounts.audit import SIGNED_IN, SIGNED_OUT
+from gateway.accounts.persons import ends_of
 from gateway.admin.forms import read_form
 from gateway.admin.guard import (
     ADMIN_ALONE,
@@ -75,7 +76,7 @@ def _add_login(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         if session is not None:
             await _note(parts, request, SIGNED_OUT, session.actor)
             if session.subject:
-                url = await parts.guard.provider.logout_url(f"{str(request.base_url).rstrip('/')}{LOGIN}")
+                url = await parts.guard.provider.logout_url(f"{public_url(parts, request)}{LOGIN}")
         reply: Response = RedirectResponse(LOGIN, 303)
         if url is not None:  # a page, as `form-action` of our own pages allows no redirect elsewhere
             reply = pages.render(request, "away.html", url=url, words="You are logged out here.")
@@ -94,7 +95,7 @@ def _add_sign_in(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         challenge = hashlib.sha256(_derived(parts, begun, "verifier").encode()).digest()
         try:
             url = await parts.guard.provider.authorization_url(
-                _callback(request),
+                _callback(parts, request),
                 state=_derived(parts, begun, "state"),
                 nonce=_derived(parts, begun, "nonce"),
                 challenge=_text(challenge),
@@ -144,13 +145,17 @@ async def end_sessions(parts: AdminParts, request: Request) -> Response:
     try:
         if not parts.settings.access.client_id:
             raise TokenRefused("nobody signs in here")
-        named = await parts.guard.provider.ended(token)
+        subject, sid, at_s = await parts.guard.provider.ended(token)
         if not await guard.sessions.use_once(token, guard.mark("used"), _SIGN_IN_S):
             raise TokenRefused("it was used before")
     except (TokenRefused, ProviderAway) as error:
         _log.warning("logout_refused", client=client_of(request), reason=str(error))
         return Response(status_code=400, headers={"cache-control": "no-store"})
-    ended = await guard.sessions.end_all([guard.mark("sign-in")], **named)
+    marks, access = [guard.mark("sign-in"), guard.mark("agent")], parts.settings.access
+    subjects = {one.subject for one in await guard.sessions.open_ones(marks) if sid and one.sid == sid}
+    names = ends_of({subject} - {""} | subjects, sid)
+    await parts.accounts.end_tokens(names, at_s, access.token_s_max + access.leeway_s)
+    ended = await guard.sessions.end_all(marks, **({"sid": sid} if sid else {"subject": subject}))
     _log.info("sessions_ended", by="the provider", sessions=ended)
     return Response(status_code=200, headers={"cache-control": "no-store"})
 
@@ -167,7 +172,7 @@ async def _signed_in(parts: AdminParts, request: Request, begun: str) -> str:
         raise TokenRefused(f"the provider says {answer.get('error', 'nothing')[:60]!r}")
     claims = await parts.guard.provider.exchange(
         code,
-        _callback(request),
+        _callback(parts, request),
         verifier=_derived(parts, begun, "verifier"),
         nonce=_derived(parts, begun, "nonce"),
         issuer=answer.get("iss"),
@@ -176,16 +181,25 @@ async def _signed_in(parts: AdminParts, request: Request, begun: str) -> str:
     subject, sid = claims.get("sub"), claims.get("sid", "")
     if not isinstance(subject, str) or not subject or not isinstance(sid, str):
         raise TokenRefused("it has no subject")
+    if parts.accounts.persons.is_disabled(actor):
+        raise TokenRefused(f"{actor} is disabled here: ask whoever runs this gateway")
     if not roles_of(groups, access, parts.accounts.team_ids):
         raise TokenRefused(f"none of the groups of {actor} has a role here: ask whoever runs this gateway for one")
     if not await guard.sessions.use_once(begun, guard.mark("used"), 2 * _SIGN_IN_S):
         raise TokenRefused("this sign-in was used before")
+    parts.accounts.saw(actor)
+    await parts.accounts.save_seen()
     facts = {"client": client_of(request), "actor": actor, "subject": subject, "sid": sid, "groups": list(groups)}
     return await guard.sessions.start(guard.mark("sign-in"), SESSION_S, **facts)
 
 
-def _callback(request: Request) -> str:
-    return f"{str(request.base_url).rstrip('/')}{SIGN_IN}/callback"
+def public_url(parts: AdminParts, request: Request) -> str:
+    """Where browsers reach the gateway: a `Host` that others choose does not say where the provider sends them."""
+    return (parts.settings.access.public_url or str(request.base_url)).rstrip("/")
+
+
+def _callback(parts: AdminParts, request: Request) -> str:
+    return f"{public_url(parts, request)}{SIGN_IN}/callback"
 
 
 def _derived(parts: AdminParts, begun: str, use: str) -> str:

@@ -1,13 +1,25 @@
-"""Teams and keys: read and changed, by the API and by the dashboard's forms.
+"""Teams, keys, people and sessions: read and changed, by the API and by the dashboard's forms.
 
 The docstrings of operations are descriptions in the OpenAPI document. No HTML.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from gateway.accounts import DoesNotExist, Key, Team
-from gateway.accounts.audit import KEY_CHANGED, KEY_CREATED, SESSION_ENDED, TEAM_CHANGED, TEAM_CREATED, TEAM_DELETED
+from gateway.access.people import ADMIN_KEY
+from gateway.accounts import DoesNotExist, Invalid, Key, Team
+from gateway.accounts.accounts import ALL_PEOPLE
+from gateway.accounts.audit import (
+    KEY_CHANGED,
+    KEY_CREATED,
+    KEYS_KEPT,
+    PERSON_DISABLED,
+    PERSON_ENABLED,
+    SESSION_ENDED,
+    TEAM_CHANGED,
+    TEAM_CREATED,
+    TEAM_DELETED,
+)
 from gateway.accounts.ledger import Group, LedgerFilter
 from gateway.admin import budgets, models
 from gateway.admin.guard import Acting, Principal
@@ -82,8 +94,7 @@ async def list_keys_of_team(parts: WorkerParts, team_id: Id) -> models.KeysOut:
 
 async def create_key(parts: WorkerParts, team_id: Id, body: models.KeyIn, operator: Acting) -> models.NewKeyOut:
     """A new key; a member's is the member's own. The answer is the only place where its plaintext is ever shown."""
-    is_own = not operator.is_admin and team_id not in operator.roles.get(Role.TEAM_ADMIN, ())
-    return await _create_key(parts, team_id, body, operator, operator.actor if is_own else "")
+    return await _create_key(parts, team_id, body, operator, "" if _leads(operator, team_id) else operator.actor)
 
 
 async def create_own_key(parts: WorkerParts, team_id: Id, body: models.KeyIn, operator: Acting) -> models.NewKeyOut:
@@ -95,12 +106,23 @@ async def _create_key(
     parts: WorkerParts, team_id: int, body: models.KeyIn, operator: Principal, owner: str
 ) -> models.NewKeyOut:
     fields, row = body.given(), parts.audit_row(KEY_CREATED, "", operator)
-    return await parts.accounts.create_key(team_id, fields.pop("name"), **fields, owner=owner, row=row)
+    fields |= {"owner": owner, "is_bound": not _leads(operator, team_id)}
+    return await parts.accounts.create_key(team_id, fields.pop("name"), row=row, **fields)
+
+
+def _leads(operator: Principal, team_id: int) -> bool:
+    return operator.is_admin or team_id in operator.roles.get(Role.TEAM_ADMIN, ())
 
 
 async def update_key(parts: WorkerParts, key_id: Id, body: models.KeyPatch, operator: Acting) -> models.KeyOut:
     """Changes the fields that are sent."""
     return await parts.accounts.update_key(key_id, **body.given(), row=parts.audit_row(KEY_CHANGED, "", operator))
+
+
+async def rotate_key(parts: WorkerParts, key_id: Id, body: models.RotateIn, operator: Acting) -> models.NewKeyOut:
+    """Gives a key another secret, shown in this answer alone; the one that it had works for `overlap_s` seconds more."""
+    row = parts.audit_row(KEY_CHANGED, "", operator)
+    return await parts.accounts.rotate_key(key_id, body.overlap_s, row=row)
 
 
 async def revoke_key(parts: WorkerParts, key_id: Id, operator: Acting) -> models.KeyOut:
@@ -122,26 +144,64 @@ async def me(parts: WorkerParts, operator: Acting) -> models.MeOut:
                 cost, requests = (total.cost_microusd, total.requests) if total is not None else (0, 0)
                 keys.append(models.OwnKeyOut.of(key, team=teams[team_id], cost_microusd=cost, requests=requests))
     roles = {role.value: sorted(teams[id] for id in ids if id in of) for role, of in operator.roles.items()}
-    return models.MeOut(actor=operator.actor, roles=roles, teams={id: teams[id] for id in ids}, keys=keys)
+    return models.MeOut(actor=operator.actor, roles=roles, teams={id: teams[id] for id in ids}, keys=keys,
+                        keys_stop_at_s=parts.accounts.persons.keys_stop_at_s(operator.actor))  # fmt: skip
 
 
 _MONTH_S = 30 * 86_400
 
 
-# -- sessions
+async def keep_keys(parts: WorkerParts, operator: Acting) -> None:
+    """Gives the caller's own keys back, which stopped as the caller had not signed in for long."""
+    if operator.actor not in parts.accounts.persons.listed:
+        raise DoesNotExist("only a person who signs in has keys that stop")
+    await parts.accounts.let_in(operator.actor, row=parts.audit_row(KEYS_KEPT, operator.actor, operator))
+
+
+# -- people and their sessions
+
+
+async def list_people(parts: WorkerParts) -> models.PeopleOut:
+    """Who has signed in or sent a token, and whose keys work until when."""
+    keys, persons = (
+        Counter(key.owner for key in await parts.accounts.list_keys() if key.is_active),
+        parts.accounts.persons,
+    )
+    return models.PeopleOut(
+        people=[
+            models.PersonOut.of(one, keys=keys[name], keys_stop_at_s=persons.keys_stop_at_s(name))
+            for name, one in sorted(persons.listed.items())
+        ]
+    )
+
+
+async def disable_person(parts: WorkerParts, body: models.PersonIn, operator: Acting) -> None:
+    """Takes no sign-in, key or token of a person any more, on every host; also of one who was never here."""
+    if body.name.casefold() in (ADMIN_KEY, ALL_PEOPLE, operator.actor.casefold()):
+        raise Invalid("name", "expected another person than yourself, and no key")
+    await parts.accounts.disable(body.name, row=parts.audit_row(PERSON_DISABLED, body.name, operator))
+    marks = [parts.guard.mark(kind) for kind in ("sign-in", "agent")]
+    await parts.guard.sessions.end_all(marks, actor=body.name)
+
+
+async def enable_person(parts: WorkerParts, body: models.PersonIn, operator: Acting) -> None:
+    """Lets a person in again, whose keys work from now on as after a sign-in."""
+    if body.name not in parts.accounts.persons.listed:
+        raise DoesNotExist(f"there is no person {body.name!r}")
+    await parts.accounts.let_in(body.name, row=parts.audit_row(PERSON_ENABLED, body.name, operator))
 
 
 async def list_sessions(parts: WorkerParts) -> models.SessionsOut:
     """Who is signed in at the dashboard, the latest first."""
-    sessions = await parts.guard.sessions.open_ones(parts.guard.marks)
+    sessions = await parts.guard.sessions.open_ones(parts.guard.all_marks)
     return models.SessionsOut(sessions=[models.SessionOut.of(session, id=session.id) for session in sessions])
 
 
 async def end_session(parts: WorkerParts, session_id: models.SessionId, operator: Acting) -> None:
     """Ends a session: its cookie opens nothing any more. It is in the audit log."""
-    for session in await parts.guard.sessions.open_ones(parts.guard.marks):
+    for session in await parts.guard.sessions.open_ones(parts.guard.all_marks):
         if session.id == session_id:
             await parts.audit.add(parts.audit_row(SESSION_ENDED, f"{session.actor}, {session.client}", operator))
-            await parts.guard.sessions.end_all(parts.guard.marks, digest=session.digest)
+            await parts.guard.sessions.end_all(parts.guard.all_marks, digest=session.digest)
             return
     raise DoesNotExist(f"there is no session {session_id}")

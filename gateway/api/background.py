@@ -163,7 +163,7 @@ class Background:
                 events = response.end()
             else:
                 chunks = await reply.reader.whole() if reply.reader is not None else []
-                served = reply.served
+                served = reply.shown
                 events = response.replay(served) if served is not None else response.events(chunks) + response.end()
             await response.keep()
             await self._tell(work, events, is_replay=reply.served is not None)

@@ -142,9 +142,8 @@ class AnswerEndpoint:
         early: _EarlyStart | None = None
         try:
             # decision: auth-before-body
-            identity = (
-                caller.identity if caller is not None else await self._pipeline.authenticate(asgi.key_of(headers))
-            )
+            sent = asgi.key_of(headers), scope.get("client")
+            identity = caller.identity if caller is not None else await self._pipeline.authenticate(*sent)
             body = self._pipeline.bodies.of(receive, headers, identity)
             turn, renderer = await self.read(Call(identity, arrival, headers, scope, body=body, send=send))
             if not turn.body.keys() <= FIELDS.keys():
@@ -185,7 +184,7 @@ class AnswerEndpoint:
     async def _whole(self, renderer: Renderer, reply: Reply, send: asgi.Send) -> None:
         """Send all chunks at once. Any error is an error response, because no byte has left yet."""
         chunks = await reply.reader.whole() if reply.reader is not None else []
-        body = renderer.whole(chunks, reply.served)
+        body = renderer.whole(chunks, reply.shown)
         if renderer.is_kept:
             await renderer.keep()
         first = media_headers(reply.media if reply.turn.kind.is_plain else "")
@@ -201,8 +200,9 @@ class AnswerEndpoint:
         status = reply.reader.status if reply.reader is not None else 200
         start = {"type": "http.response.start", "status": status, "headers": [*first, *answer_headers(reply)]}
         if (reader := reply.reader) is None:
-            assert reply.looked.entry is not None
-            body = renderer.replay(reply.looked.entry)
+            entry = reply.shown
+            assert entry is not None
+            body = renderer.replay(entry)
             if renderer.is_kept:
                 await renderer.keep()
             await send(start)

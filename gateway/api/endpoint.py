@@ -109,7 +109,7 @@ class ObjectEndpoint(ABC):
         ended = Ended()
         try:
             # decision: auth-before-body
-            identity = await self._pipeline.authenticate(asgi.key_of(headers))
+            identity = await self._pipeline.authenticate(asgi.key_of(headers), scope.get("client"))
             call = Call(
                 identity=identity,
                 arrival=arrival,

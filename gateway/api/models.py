@@ -38,7 +38,7 @@ class Models:
         if is_anthropics:
             send = InAnthropicsShape.named(send)
         try:
-            identity = await self._pipeline.authenticate(key_of(headers))
+            identity = await self._pipeline.authenticate(key_of(headers), scope.get("client"))
             name = unquote(scope["path"].removeprefix("/v1/models").lstrip("/"))
             reply = self._one(identity, name) if name else self._all(identity)
             if scope["method"] == "DELETE":  # at OpenAI, too, a key that does not own a model gets this

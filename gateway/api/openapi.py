@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.api import telemetry
 from gateway.api.batches import BatchRequest
 from gateway.api.endpoint import ID
 from gateway.api.feedback import FeedbackRequest
@@ -281,6 +282,10 @@ PATHS: dict[str, Any] = {
     "/v1/messages/batches/{batch}/results": {"get": _said_on("The results of a batch of messages, by line", "batch")},
     **{f"/v1{kind.path}": {"post": _plain(kind)} for kind in KINDS if kind.name in _PLAIN},
     "/v1/feedback": {"post": _by("Report a response right or wrong", FeedbackRequest)},
+    **{
+        path: {"post": operation("Telemetry of an agent, which is dropped", None, errors_of="Anthropic")}
+        for path in telemetry.PATHS
+    },
     "/tokenize": {"post": operation("The tokens of a text or a conversation, by a local engine", _TOKENIZE_BODY)},
     "/detokenize": {"post": _by("The text of tokens, by a local engine", DetokenizeRequest)},
     "/v1/files": {

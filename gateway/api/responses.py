@@ -157,8 +157,13 @@ class Responses(AnswerEndpoint):
         # decision: one-shape-on-the-journey
         turn = read_turn(sent, call.headers, arrival, kind, metadata=body.get("metadata"))
         conversation_id = _conversation_of(request)
+        alias = self._pipeline.fleet.configured(turn.alias)
+        if conversation_id is not None and not self._memory.is_kept(None, identity.team, alias):
+            raise BeyondChat(
+                "conversation", "`conversation` is not supported where nothing is kept: send all in `input`"
+            )
         keeping = Keeping(
-            self._memory.is_kept(request.store, identity.team),
+            self._memory.is_kept(request.store, identity.team, alias),
             request.previous_response_id or None,
             conversation_id,
             request.background is True,

@@ -45,7 +45,8 @@ class StoringChat(AnswerEndpoint):
         self._memory, self._store = memory, store
 
     def renderer(self, turn: Turn, call: Call) -> Renderer:
-        if turn.body.get("store") is True and self._memory.is_kept(True, call.identity.team):
+        alias = self._pipeline.fleet.configured(turn.alias)
+        if turn.body.get("store") is True and self._memory.is_kept(True, call.identity.team, alias):
             id = f"chatcmpl-{call.arrival.request_id.removeprefix('req_')}"
             put = partial(self._put, call, turn.body)
             return _StoredCompletion(self._pipeline.exact, turn.wants_usage, id, put)

@@ -15,10 +15,13 @@ import msgspec
 from cache import Entry
 from gateway.deployments.alias import Alias
 from gateway.journey.generation import Generation
+from gateway.journey.masks import MaskedReader
 from gateway.journey.outcomes import Asking, Looked
 from gateway.journey.shared_stream import Reader, SharedStream
-from gateway.journey.storing import kept
+from gateway.journey.storing import chunks_of, kept
 from gateway.journey.turn import Ended, Turn
+from gateway.masking.answers import Restorer, restored_entry
+from gateway.masking.vault import Vault
 
 # after the last reader has left: a deployment counts its tokens at the end of the answer
 _USAGE_AWAITED_S = 2.0
@@ -41,13 +44,15 @@ class Flight(SharedStream, eq=False, kw_only=True):
         """Start the generation in its own task: it belongs to the flight, not to a client."""
         self._task = asyncio.get_running_loop().create_task(generating)
 
-    def admit(self, deadline: float | None, *, is_stream: bool) -> Reader:
+    def admit(self, deadline: float | None, *, is_stream: bool, vault: Vault | None = None) -> Reader:
         """A new reader, from chunk 0; the first one leads. The flight has the latest `deadline`.
 
-        `is_stream`: its client gets the chunks as they arrive.
+        `is_stream`: its client gets the chunks as they arrive. `vault`: with its values in them.
         """
         self.deadline = None if self.deadline is None or deadline is None else max(self.deadline, deadline)
         reader = Reader(self, is_leader=self._task is None, is_stream=is_stream)
+        if vault is not None:
+            reader = MaskedReader(self, reader.is_leader, is_stream, restorer=Restorer(vault))
         self.join(reader)
         return reader
 
@@ -144,6 +149,12 @@ class Reply(msgspec.Struct, frozen=True):
     def served(self) -> Entry | None:
         """The entry that is replayed, found by stage 4, 5 or 6."""
         return self.looked.entry if self.flight is None else self.flight.generation.looked.entry
+
+    @property
+    def shown(self) -> Entry | None:
+        """The same as its client gets it: with the values of the client's own request."""
+        entry, vault = self.served, self.turn.vault
+        return entry if entry is None or vault is None else restored_entry(entry, chunks_of(entry), vault)
 
     @property
     def kept(self) -> str:

@@ -49,7 +49,7 @@ class Limits:
         self._shared = shared
         self._local = local
         self._clock = clock
-        self._known: dict[int, _Known] = {}
+        self._known: dict[tuple[int, str], _Known] = {}
 
     def take(self, identity: Identity) -> Eager[Headers]:
         """3. Take one request. Raises RateLimited."""
@@ -83,14 +83,15 @@ class Limits:
             self._local.correct(scope_of(identity.team.id), _limits_of(identity, None, expected), "tokens", tokens)
 
     def _of(self, identity: Identity) -> _Known:
-        """The identity's prepared limits. A new snapshot of accounts has new identity objects."""
-        known = self._known.get(identity.key.id)
-        if known is None or known.identity is not identity:
+        """The identity's prepared limits. A new snapshot of accounts has new objects of teams."""
+        of = identity.key.id, identity.user
+        known = self._known.get(of)
+        if known is None or known.identity.team is not identity.team:
             if len(self._known) > _IDENTITIES_MAX:
                 self._known.clear()
             limits = [(limit.subject, limit.unit, limit.per_min) for limit in _limits_of(identity, 0, 0)]
             limited = self._shared.limited(scope_of(identity.team.id), limits)
-            known = self._known[identity.key.id] = _Known(identity, limited)
+            known = self._known[of] = _Known(identity, limited)
         return known
 
     def _take(self, identity: Identity, requests: int | None, tokens: int | None) -> Eager[Headers]:
@@ -149,12 +150,13 @@ def expected_tokens(demand: Demand) -> int:
 
 
 def _limits_of(identity: Identity, requests: int | None, tokens: int | None) -> list[RateLimit]:
-    """Every limit of the key and its team, in the units that are taken."""
+    """Every limit of the key, or of the person with a token, and of the team, in the units that are taken."""
     key, team = identity.key, identity.team
     scope = scope_of(team.id)
+    caller = f"person:{key.id}:{identity.user}" if identity.user else f"key:{key.id}"
     limits = (
-        (f"key:{key.id}", "requests", key.requests_per_min, requests),
-        (f"key:{key.id}", "tokens", key.tokens_per_min, tokens),
+        (caller, "requests", key.requests_per_min, requests),
+        (caller, "tokens", key.tokens_per_min, tokens),
         (scope, "requests", team.requests_per_min, requests),
         (scope, "tokens", team.tokens_per_min, tokens),
     )

@@ -1,6 +1,7 @@
 """Makes the record of a finished request from the outcomes of its stages, once, on every exit."""
 
 import time
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -11,13 +12,15 @@ from gateway.accounts import Identity
 from gateway.journey.flight import Flight, Reply
 from gateway.journey.generation import Generation
 from gateway.journey.loops import LOOPS
+from gateway.journey.masks import odd_placeholders
 from gateway.journey.needs import booked_labels
 from gateway.journey.outcomes import Hedged, MoneyFacts, Rejection, SemanticResult
 from gateway.journey.record import AnswerFacts, CacheFacts, Record, RequestFacts, Times, VerifierFacts
-from gateway.journey.storing import MAKER, deployment_of, kept
+from gateway.journey.storing import MAKER, chunks_of, deployment_of, kept
 from gateway.journey.trace import maker_of
 from gateway.journey.turn import Arrival, Ended, Turn
 from gateway.wire.errors import ApiError, shown
+from gateway.wire.types import Chunk
 from policies import Usage
 
 _GONE = "client_gone"  # the code of a generation that was cancelled because its last reader left
@@ -67,6 +70,9 @@ def record_of(
     looked = flight.generation.looked if flight is not None else reply.looked if reply is not None else None
     if loop := ended.error if ended.error in LOOPS else looked.loop if looked is not None else "":
         request = replace(request, loop=loop)
+    if turn is not None and (vault := turn.vault) is not None:
+        changed, unknown = odd_placeholders(vault, _chunks_of(flight, reply))
+        request = replace(request, masked=len(vault), changed=changed, unknown=unknown)
     if turn is not None and identity is not None and (labels := booked_labels(turn, identity)):
         request = replace(request, **labels)
     if (trace := arrival.trace) is not None:
@@ -91,6 +97,16 @@ def record_of(
         if received_ms >= 1.0
         else record
     )
+
+
+def _chunks_of(flight: Flight | None, reply: Reply | None) -> Sequence[Chunk]:
+    """The answer of a request, as far as it came."""
+    if flight is None and reply is not None:
+        flight = reply.flight
+    if flight is not None:
+        return flight.chunks
+    entry = None if reply is None else reply.served
+    return () if entry is None else chunks_of(entry)
 
 
 _Facts = tuple[CacheFacts, VerifierFacts, AnswerFacts, Usage, MoneyFacts, Times]

@@ -18,6 +18,7 @@ from cache import Controls
 from gateway.accounts import Identity
 from gateway.backends.base import Native, Passage
 from gateway.journey.trace import UNTRACED, Trace, own_trace, trace_of
+from gateway.masking.vault import Vault
 from gateway.settings import TraceSettings
 from gateway.wire.errors import BadRequest
 from gateway.wire.forms import FormFiles
@@ -136,7 +137,9 @@ class Turn(msgspec.Struct, frozen=True):
     marked: dict[str, Any] | None = None
     upload: FormFiles | None = None
     passage: Passage | None = None
+    is_guarded: bool = False  # guards have seen it: its texts are those that they left
     booked: dict[str, str] | None = None  # of a request of the gateway's own: the labels of the one that it is about
+    vault: Vault | None = None  # the values that its placeholders stand for
 
     @property
     def shortened_to(self) -> int | None:

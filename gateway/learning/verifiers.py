@@ -313,6 +313,8 @@ class Verifiers:
         assert undecided is not None
         for number in choice.shown:
             candidate, entry = answers[number]
+            if choice.number is not None and 0 <= choice.number < number:
+                continue  # it chose a likelier one, and said nothing of this
             if choice.number is not None:
                 self._calibration.learn(
                     _namespace(generation),
@@ -323,8 +325,6 @@ class Verifiers:
                 )
             is_right = None if choice.number is None else number == choice.number
             if choice.number is not None and choice.number >= 0 and not is_right:
-                if number > choice.number:
-                    continue  # it chose a likelier one, and said nothing of this
                 is_right = None  # passed over: as likely as not another wording of the chosen answer
             verdict = Verdict(
                 source=Source.VERIFIER,

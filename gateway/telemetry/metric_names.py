@@ -194,6 +194,19 @@ LOOPS = _counter(
     "refused.",
     "model loop outcome",
 )
+MASKED = _counter("sameway_masked_values_total", "Values that were masked in requests.", "model")
+PLACEHOLDERS = _counter(
+    "sameway_odd_placeholders_total",
+    "Placeholders in answers to masked requests that could not be replaced: changed by the model, or unknown, of no "
+    "value of the request.",
+    "model outcome",
+)
+GUARD_CALLS = _counter(
+    "sameway_guard_calls_total",
+    "Looks of guards at texts: stage is before or after, outcome allowed, replaced, refused or failed.",
+    "guard stage outcome",
+)
+GUARD_TIME = _counter("sameway_guard_seconds_total", "Time that requests waited for guards.", "guard")
 WRONG_KEYS = _counter(
     "sameway_wrong_keys_total",
     "Keys refused at login, admin_api, metrics or readyz: wrong, or not_read after too many wrong ones.",

@@ -139,6 +139,13 @@ class Metrics:
             self.add(
                 names.LOOPS, 1, request.alias, request.loop, "refused" if ended.error == request.loop else "marked"
             )
+        if request.masked:
+            self.add(names.MASKED, request.masked, request.alias)
+            self.add(names.PLACEHOLDERS, request.changed, request.alias, "changed")
+            self.add(names.PLACEHOLDERS, request.unknown, request.alias, "unknown")
+        for look in request.guards:
+            self.add(names.GUARD_CALLS, 1, look.name, "after" if look.is_after else "before", look.verdict)
+            self.add(names.GUARD_TIME, look.duration_ms / 1e3, look.name)
         if cache.awaited:
             self.add(names.AWAITED, 1, request.alias, cache.awaited)
             self.add(names.AWAITED_TIME, cache.awaited_ms / 1e3, request.alias)

@@ -12,6 +12,7 @@ import pytest
 
 from gateway.accounts import AlreadyExists, DoesNotExist, Identity, Invalid, LedgerRow
 from gateway.accounts.accounts import Accounts
+from gateway.accounts.audit import Audit, AuditRow
 from gateway.accounts.database import NoAnswer
 from gateway.accounts.ledger import Ledger, LedgerFilter
 from policies import Budget, Usage, WindowKind
@@ -391,3 +392,25 @@ def test_naming_the_values_costs_no_sqlalchemy() -> None:
     code = "import sys, gateway.accounts, policies; print([m for m in ('sqlalchemy','alembic','redis') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+async def test_people_tokens_and_old_secrets_are_in_every_database(accounts: Accounts) -> None:
+    """What ends a person's access is written, and written again, by both databases, and the next snapshot has it."""
+    team = await accounts.create_team("people", new_keys={"requests_per_min": 3})
+    made = await accounts.create_key(team.id, "laptop", owner="ada")
+    assert (made.key.requests_per_min, team.new_keys.requests_per_min) == (3, 3)
+    rotated = await accounts.rotate_key(made.key.id, 60)
+    accounts.saw("ada")
+    await accounts.save_last_used()
+    for _ in range(2):
+        await accounts.disable("ada")
+        await accounts.end_tokens(["sid 1", "alone ada"], 5.0, 60)
+    assert await accounts.find(rotated.plaintext) is None
+    await accounts.let_in("ada")
+    assert [await accounts.find(key) is not None for key in (made.plaintext, rotated.plaintext)] == [True, True]
+    assert [accounts.persons.is_ended({"sub": "ada", "iat": iat}) for iat in (5, 6)] == [True, False]
+    log = Audit(accounts.database)
+    await log.add(AuditRow(at_ms=5, action="cache_purged", team_id=0, request_id="", entry="", client="", way="api"))
+    assert [row.at_ms async for row in log.between(5, 6)] == [5]
+    await log.forget(1, 90_000.0)
+    assert [row.at_ms async for row in log.between(0, 6)] == []

@@ -47,6 +47,15 @@ async def chromium() -> AsyncIterator[Browser]:
             await browser.close()
 
 
+_OUTSIDE = """[...document.querySelectorAll(".card, .tiles > div, .routes, nav")].flatMap((card) => {
+  const box = card.getBoundingClientRect();
+  const leaves = (one) => one.width && (one.right > box.right + 1 || one.left < box.left - 1);
+  const found = [...card.querySelectorAll("*")].filter((one) => leaves(one.getBoundingClientRect()));
+  const shown = found.filter((one) => !one.closest(".visually-hidden, pre, details:not([open]) > :not(summary), svg"));
+  return shown.slice(0, 1).map((one) => one.outerHTML.slice(0, 150));
+})"""
+
+
 class Visitor:
     """One window. Whatever the pages complain about on the console or fail to load is in `complaints`."""
 
@@ -93,10 +102,22 @@ class Visitor:
             await self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         )
 
-    async def barriers(self) -> list[str]:
-        """What axe-core finds that keeps people out: the rule, and the first element that breaks it."""
-        await self.page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text())
-        found = await self.page.evaluate("axe.run({resultTypes: ['violations']})")
+    async def misfits(self, page: str, widths: tuple[int, ...] = (1280, 768, 420)) -> list[tuple[str, int, str]]:
+        """What does not fit at these widths of the window: the page itself, or the first element that leaves its card."""
+        found = []
+        for width in widths:
+            await self.page.set_viewport_size({"width": width, "height": 900})
+            if over := await self.overflow_px():
+                found.append((page, width, f"{over} px"))
+            found += [(page, width, one) for one in await self.page.evaluate(_OUTSIDE)]
+        return found
+
+    async def barriers(self, *rules: str) -> list[str]:
+        """What axe-core finds that keeps people out, by all its rules or these: the rule, and the first element that breaks it."""
+        if not await self.page.evaluate("'axe' in window"):
+            await self.page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text())
+        options = {"resultTypes": ["violations"], **({"runOnly": rules} if rules else {})}
+        found = await self.page.evaluate("(options) => axe.run(options)", options)
         return [f"{one['id']}: {one['nodes'][0]['html']}" for one in found["violations"]]
 
 

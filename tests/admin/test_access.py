@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,9 +13,10 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import pytest
 from fastapi.routing import APIRoute
+from msgspec.structs import replace
 from redis.asyncio import Redis
 
-from gateway.admin.guard import COOKIE
+from gateway.admin.guard import COOKIE, Principal
 from gateway.admin.roles import TABLE
 from gateway.settings import AccessSettings, Role
 from tests.admin.world import ADMIN_KEY, NOW_S, World, open_world
@@ -33,16 +35,17 @@ GROUPS: dict[str, Any] = {
 }
 _ALL_TEAMS = "list_teams list_keys list_budgets teams get_team list_keys_of_team list_budgets_of_team list_values team"
 _ONE_TEAM = "get_team list_keys_of_team list_budgets_of_team list_values team"
-_SUMS = "stats savings ledger ledger_sums ledger_csv ledger_parquet"
+_SUMS = "stats savings ledger ledger_sums"
 _MACHINE = "overview status deployments hosts batches list_models models"
 _CACHE = "cache cache_misses cache_verifier certificate near_misses wrong"
 _BUDGETS = "create_budget update_budget raise_budget reset_budget delete_budget"
+_KEYS = "create_key create_own_key rotate_key revoke_key"
 MAY = {
-    "money": f"me playground {_SUMS} {_ALL_TEAMS}",
-    "lookers": f"me playground {_MACHINE} {_SUMS} routes requests {_CACHE} {_ALL_TEAMS}",
-    "watch": "me playground audit",
-    "leads": f"me playground {_SUMS} routes requests {_ONE_TEAM} create_key create_own_key revoke_key update_key {_BUDGETS} purge",
-    "people": "me playground create_key create_own_key revoke_key",
+    "money": f"me keep_keys playground device {_SUMS} {_ALL_TEAMS}",
+    "lookers": f"me keep_keys playground device {_MACHINE} {_SUMS} routes requests {_CACHE} {_ALL_TEAMS}",
+    "watch": "me keep_keys playground device audit export_audit",
+    "leads": f"me keep_keys playground device {_SUMS} routes requests {_ONE_TEAM} {_KEYS} update_key {_BUDGETS} purge",
+    "people": "me keep_keys playground device create_key create_own_key rotate_key revoke_key",
 }
 """What a group's people may do, by the names of operations and pages."""
 
@@ -205,6 +208,8 @@ async def test_a_team_admin_stays_in_the_team(place: tuple[World, StandInProvide
         page = (await lead.get("/admin/teams/1")).text
         assert "/admin/teams/1/keys" in page
         assert "Delete this team" not in page
+        assert f'id="budget-{own.id}"' not in page
+        assert '<option value="team"' not in page
     assert all(key.is_active for key in await world.accounts.list_keys())
 
 
@@ -226,6 +231,86 @@ async def test_a_member_has_own_keys_alone(place: tuple[World, StandInProvider])
         assert (await member.post(f"/admin/me/keys/{me['keys'][0]['id']}/revoke")).status_code == 303
     keys = {key.name: (key.owner, key.is_active) for key in await world.accounts.list_keys()}
     assert keys == {"team's": ("", True), "laptop": ("people@x", False)}
+
+
+async def test_a_disabled_person_is_out_and_a_leaver_takes_keys_back(place: tuple[World, StandInProvider]) -> None:
+    """Who is disabled on the page has no session, sign-in or key until enabled; a leaver's keys stop, with the date on the
+    pages, and one click of the leaver gives them back.
+    """
+    world, provider = place
+    world.admin.settings.access.__dict__["leavers_days"] = 30
+    async with visitor(world) as person, visitor(world) as admin:
+        admin.headers["authorization"] = f"Bearer {ADMIN_KEY}"
+        admin.cookies.update({COOKIE: world.session})
+
+        async def sign_in() -> int:
+            asked = await begin(person, provider, groups=["leads"], email="ada@x")
+            back = await person.get("/admin/sign-in/callback", params={"code": "c", "state": asked["state"]})
+            return back.status_code
+
+        assert await sign_in() == 200
+        made = await person.post("/admin/me/1/keys", data={"name": "laptop"})
+        (key,) = re.findall(r"sk-sw-[\w-]{43}", made.text)[:1]
+        assert world.accounts.identify(key) is not None
+        assert (await admin.post("/admin/people/disable", data={"name": "ada@x"})).status_code == 303
+        assert "ada@x <span" in (await admin.get("/admin/sessions")).text
+        assert (await person.get("/admin/me")).status_code == 303
+        assert await sign_in() == 403
+        assert world.accounts.identify(key) is None
+        assert (await admin.post("/admin/people/enable", data={"name": "ada@x"})).status_code == 303
+        assert world.accounts.identify(key) is not None
+        world.now_s += 31 * 86_400
+        assert await world.accounts.find(key) is None
+        admin.cookies.clear()
+        await admin.post("/admin/login", data={"key": ADMIN_KEY})
+        assert "Give the keys back" in (await admin.get("/admin/sessions")).text
+        assert await sign_in() == 200
+        assert await world.accounts.find(key) is None
+        assert "Your keys have stopped" in (await person.get("/admin/me")).text
+        assert (await person.post("/admin/me/keep-keys")).status_code == 303
+        assert "Your keys have stopped" not in (await person.get("/admin/me")).text
+        assert await world.accounts.find(key) is not None
+        rotated = await person.post(
+            f"/admin/me/keys/{world.accounts.identify(key).key.id}/rotate", data={"overlap_hours": "1"}
+        )
+        (other,) = set(re.findall(r"sk-sw-[\w-]{43}", rotated.text))
+        assert [await world.accounts.find(one) is not None for one in (key, other)] == [True, True]
+        rows = (await admin.get("/admin/api/audit?limit=30")).json()["rows"]
+        assert {"person_disabled", "person_enabled", "keys_kept"} < {row["action"] for row in rows}
+        people = (await admin.get("/admin/api/people")).json()["people"]
+        assert [(one["name"], one["keys"], one["is_disabled"]) for one in people] == [("ada@x", 1, False)]
+        for name in ("*", "Admin key", ""):
+            assert (await admin.post("/admin/api/people/disable", json={"name": name})).status_code == 400
+
+
+async def test_the_audit_log_is_exported_kept_for_days_and_read_by_people(place: tuple[World, StandInProvider]) -> None:
+    """The export has every row of a range on a line; old rows go but those that say what holds; values have their units."""
+    world, _ = place
+    row = world.admin.audit_row("purge", "", Principal("ada@x", "192.0.2.7", "api", {}))
+    for days, action in ((0, "cache_purged"), (1, "deployment_drained"), (2, "cache_purged"), (5, "cache_purged")):
+        await world.admin.audit.add(replace(row, action=action, at_ms=int((NOW_S - days * 86_400) * 1000)))
+    async with visitor(world) as admin:
+        admin.headers["authorization"] = f"Bearer {ADMIN_KEY}"
+
+        async def ages(**query: float) -> list[float]:
+            reply = await admin.get("/admin/api/audit/export", params=query)
+            assert reply.headers["content-type"].startswith("application/x-ndjson")
+            return [round(NOW_S - json.loads(line)["at_ms"] / 1000) / 86_400 for line in reply.text.splitlines()]
+
+        assert await ages() == [0, 1, 2, 5]
+        assert await ages(from_s=NOW_S - 2 * 86_400, until_s=NOW_S) == [1, 2]
+        await world.admin.audit.forget(None, NOW_S)
+        assert len(await ages()) == 4
+        await world.admin.audit.forget(1, NOW_S + 60)
+        assert await ages() == [0, 1]
+        budget = {"window": "day", "limit_microusd": 25_000_000, "axis": "user"}
+        await admin.post("/admin/api/teams/1/budgets", json=budget)
+        await admin.post("/admin/api/teams/1/budgets", json={"window": "day", "limit_tokens": 5_000, "axis": "key"})
+        await admin.patch("/admin/api/teams/1", json={"new_keys": {"expires_in_s": 86_400.0, "models": ["small"]}})
+        admin.cookies.update({COOKIE: world.session})
+        shown = (await admin.get("/admin/audit")).text
+    for words in ("limit: $25.00", "limit tokens: 5000", "begun: 2040-05-17", "expires in: 1 d", "models: small"):
+        assert words in shown
 
 
 async def test_the_audit_log_has_who_and_what_changed(place: tuple[World, StandInProvider]) -> None:

@@ -448,6 +448,32 @@ async def test_behind_a_proxy_clients_are_told_apart(start: Open) -> None:
     assert await status("192.0.2.77", "192.0.2.1", ADMIN_KEY) == 429
 
 
+async def test_a_key_is_taken_from_its_addresses_alone(start: Open) -> None:
+    """The address is the one that the trusted proxies name; another is refused with what to do, and without `addresses` none is."""
+    app = await start(trusted_proxies=["10.0.0.0/8"])
+    accounts = app.state.parts.accounts
+    bound = await accounts.create_key(accounts.team_ids["default"], "ci", addresses=["192.0.2.0/25", "2001:db8::/32"])
+    free = await accounts.create_key(accounts.team_ids["default"], "free")
+
+    async def ask(peer: str, forwarded: str, key: str = bound.plaintext) -> httpx.Response:
+        async with visiting(app, peer, headers={"x-forwarded-for": forwarded, **bearer(key)}) as client:
+            return await client.get("/v1/models")
+
+    for peer, forwarded, status in (
+        ("10.0.0.1", "192.0.2.7", 200),
+        ("10.0.0.1", "2001:db8::5", 200),
+        ("10.0.0.1", "192.0.2.200", 403),
+        ("10.0.0.1", "192.0.2.7, 192.0.2.200", 403),
+        ("::ffff:192.0.2.7", "", 200),
+        ("192.0.2.200", "192.0.2.7", 403),
+    ):
+        assert (await ask(peer, forwarded)).status_code == status, (peer, forwarded)
+    refused = (await ask("192.0.2.200", "")).json()["error"]
+    assert refused["code"] == "address_not_allowed"
+    assert "not taken from 192.0.2.200" in refused["message"]
+    assert (await ask("192.0.2.200", "", free.plaintext)).status_code == 200
+
+
 _PREFIX = "/tools/sameway"
 
 

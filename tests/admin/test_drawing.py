@@ -143,3 +143,13 @@ def test_a_bar_of_parts_is_filled_in_proportion() -> None:
     svg = svg_of(parts_bar([("exact", 1.0, "a"), ("miss", 3.0, "b")], "bar"))
     assert (rects(svg, "exact")[0]["width"], rects(svg, "miss")[0]["x"]) == (250.0, 250.0)
     assert list(svg_of(parts_bar([], "bar"))) == []
+
+
+def test_the_amounts_of_a_column_share_their_decimals() -> None:
+    """The finest amount says how many; from $100 on cents do, and less than half a cent is shown as less, not as nothing."""
+    fine = [12_000, 27, 0, -897]
+    assert [fmt.usd(one, fmt.decimals(fine)) for one in fine] == ["$0.012000", "$0.000027", "$0.000000", "-$0.000897"]
+    large = [{"cost": 1_234_500_000}, {"cost": 27}, {"cost": -27}, {"cost": 12_300_000}]
+    places = fmt.decimals(large, "cost")
+    assert [fmt.usd(one["cost"], places) for one in large] == ["$1,234.50", "<$0.01", "-<$0.01", "$12.30"]
+    assert [fmt.sign(amount) for amount in (1, -1, 0, None)] == ["good", "bad", "", ""]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import html
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -16,9 +18,10 @@ from gateway.accounts.holdings import ROW_BYTES
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
 from gateway.admin import savings_views, views
 from gateway.admin.guard import COOKIE, SESSION_S
+from gateway.admin.savings_views import savings_filter
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Rejection
-from gateway.settings import ResponseSettings
+from gateway.settings import ResponseSettings, SavingsSettings
 from gateway.telemetry.hosts import Hosts
 from gateway.telemetry.parts import GatewayPart, PartHealth
 from gateway.telemetry.summary import StatsWindow
@@ -29,6 +32,7 @@ from tests.services import run_redis
 from tests.telemetry.records import hit, miss
 
 OWN = {"sec-fetch-site": "same-origin"}
+_MONTHLY = SavingsSettings(running_usd_per_month=31, target_usd_per_month=40.3)
 
 
 @pytest.fixture
@@ -681,7 +685,7 @@ async def test_an_admin_says_right_and_wrong(world: World, browser: httpx.AsyncC
 async def test_the_savings_page_is_the_apis_waterfall(world: World, browser: httpx.AsyncClient) -> None:
     """Each step with its requests and amount, in words and in a bar; the baseline less the steps is what was spent."""
     ids = await seed(world)
-    found = await savings_views.savings(world.admin)
+    found = await savings_views.savings(world.admin, savings_filter(world.admin))
     assert found.baseline_microusd - sum(step.amount_microusd for step in found.steps) == found.spent_microusd
     assert {step.mechanism for step in found.steps if step.amount_microusd < 0} == {"prefix_write", "dearer_route"}
     assert found.unknown_requests == 15 + 1 + 3
@@ -690,11 +694,46 @@ async def test_the_savings_page_is_the_apis_waterfall(world: World, browser: htt
     for step in found.steps:
         assert step.label.replace("'", "&#39;") in table
     assert table.count("<svg") == table.count('aria-hidden="true"') == len(found.steps) + 2
-    of_team = await savings_views.savings(world.admin, ids["support"])
+    of_team = await savings_views.savings(world.admin, savings_filter(world.admin, ids["support"]))
     assert [one.team for one in of_team.by_team] == ["support"]
     assert "Exact hits" not in (await browser.get(f"/admin/savings?team_id={ids['support']}")).text
-    for query in ("days=1", "days=x", "days=365&model=big", "team_id=999", "model=%3Cb%3E"):
+    for query in (
+        "from=x&until=0000-00-00",
+        "from=2001-01-01&model=big",
+        "until=1970-01-01",
+        "from=0001-01-01&until=9999-12-31",
+        "team_id=999",
+        "model=%3Cb%3E",
+    ):
         assert (await browser.get(f"/admin/savings?{query}")).status_code == 200
+
+
+async def test_savings_are_held_against_a_target_by_calendar_month(world: World, browser: httpx.AsyncClient) -> None:
+    """What running Sameway costs is taken off by the day, from the first team on and up to today; the page offers calendar months
+    and says whether the target was met, of all traffic alone; the file has the lines that the page sums."""
+    ids = await seed(world)
+    parts = replace(world.admin, settings=world.admin.settings.model_copy(update={"savings": _MONTHLY}))
+    may = {"from_s": 2_219_443_200.0, "until_s": 2_222_121_600.0}
+    first = await savings_views.savings(parts, savings_filter(parts, **may))
+    assert (first.running_microusd, first.target_microusd) == (1_000_000, 1_300_000)
+    assert first.net_microusd == first.saved_microusd - 1_000_000
+    assert first.is_target_met is True, first.net_microusd
+    of_team = await savings_views.savings(parts, savings_filter(parts, ids["search"], **may))
+    assert of_team.net_microusd is of_team.is_target_met is None
+    page = (await browser.get("/admin/savings?from=2040-05-01&until=2040-05-31")).text
+    assert re.search(r'from=2040-05-01&amp;until=2040-05-31" aria-current="true">May 2040<', page)
+    assert "from=2040-04-01&amp;until=2040-04-30" in page
+    api = "/admin/api/savings.csv?from_s=2219443200&amp;until_s=2222121600"
+    assert api in page
+    lines = list(csv.DictReader((await browser.get(html.unescape(api))).text.splitlines()))
+    spent = sum(int(line["amount_microusd"]) for line in lines if line["line"] == "spent")
+    assert spent == first.spent_microusd
+    assert {line["day"][:7] for line in lines} == {"2040-05"}
+    empty = (await browser.get("/admin/ledger?from=2040-04-01&until=2040-04-30")).text
+    assert "No row matches." in empty
+    world.now_s += 2 * 86_400
+    later = await savings_views.savings(parts, savings_filter(parts, **may))
+    assert (later.running_microusd, later.is_target_met) == (3_000_000, False)
 
 
 async def test_the_ledger_is_summed_by_user_tag_and_others(world: World, browser: httpx.AsyncClient) -> None:
@@ -705,7 +744,7 @@ async def test_the_ledger_is_summed_by_user_tag_and_others(world: World, browser
     table = page[page.index("<tbody>") : page.index("</tbody>")]
     assert table.index("&lt;b&gt;ann") < table.index("none given")
     assert "$4.00" in table
-    assert "/admin/api/ledger/sums?by=user&amp;team_id=1" in page
+    assert "/admin/api/ledger/sums?team_id=1&amp;by=user" in page
     names = (await browser.get("/admin/ledger?by=tag")).text
     assert "by=tag&amp;tag=app" in names
     values = (await browser.get("/admin/ledger?by=tag&tag=app")).text

@@ -29,6 +29,7 @@ from cache.query import Near, Neighbourhood
 from cache.verdicts import VerdictStore
 from cache.worker import WorkerState, WorkerStatus
 from cache.worker import messages as wire
+from gateway.access.agents import Agents
 from gateway.access.provider import Provider
 from gateway.accounts import LedgerRow
 from gateway.accounts.accounts import Accounts
@@ -73,6 +74,8 @@ PAGES = (
     "/batches",
     "/ledger",
     "/audit",
+    "/sessions",
+    "/me",
     "/playground",
 )
 """Every page of a session, after `/admin`, but those of a team."""
@@ -226,7 +229,8 @@ async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterato
     """Everything, opened, with `changes` of the settings; the cache worker's stand-in listens in `folder`."""
     shutil.copy(_migrated(), folder / "sameway.db")
     settings = Settings(data_dir=folder, admin_key=ADMIN_KEY, secret=SECRET, **changes)
-    accounts = Accounts(settings.sql_url, clock=lambda: world.now_s)
+    leavers = lambda: settings.access.leavers_days  # noqa: E731
+    accounts = Accounts(settings.sql_url, clock=lambda: world.now_s, leavers_days=leavers)
     known_texts: dict[str, bytes] = {}
     socket_path = folder / "cache.sock"
     worker = _worker(known_texts)
@@ -252,6 +256,7 @@ async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterato
     accounts.follow_uses(fleet.take_uses)
     link: Any = redis  # without the loop that exchanges
     unchanged: Any = SimpleNamespace(refused="", kept=frozenset())  # a whole worker has a configuration that changes
+    guard.agents = Agents(guard.sessions, guard.mark, link, lambda: world.now_s)
     admin = AdminParts(
         settings=settings,
         configuration=unchanged,

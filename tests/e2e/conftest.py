@@ -45,6 +45,7 @@ def gateway(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory
         "body_bytes_max": 1_000_000,
         "models": {
             "mock": {"deployments": [at("plain")]},
+            "masked": {"mask": True, "deployments": [at("masked")]},
             "dear": {"deployments": [at("dear", output_tokens_max=1000)]},
             "slow": {"deployments": [at("slow", "mock?pace_ms=80;chunks=20")]},
             "late": {"deployments": [at("late", "mock?delay_ms=1500")]},

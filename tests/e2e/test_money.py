@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -217,3 +218,54 @@ def test_hits_cost_no_tokens(gateway: Gateway) -> None:
     refused = gateway.chat(f"tokens {next(_fresh)}", key=key, max_tokens=5000)
     assert refused.status_code == 429
     assert refused.headers["x-should-retry"] == "false"
+
+
+def test_one_money_has_one_total(gateway: Gateway, upstream: Upstream) -> None:
+    """Ledger, its sums and files, savings, budget, statistics and metrics agree to the µUSD on misses, hits, a failover, and
+    clients that left before the first token and amid a stream."""
+    team_id, key = new_team(gateway, limit_usd=50.0)
+    whose = {"team_id": team_id}
+
+    def spent_in_metrics() -> int:
+        lines = gateway.observe("/metrics").text.splitlines()
+        return sum(round(float(line.split()[-1]) * 1e6) for line in lines if line.startswith("sameway_cost_usd_total{"))
+
+    before = spent_in_metrics()
+    for asked in ("total 1", "total 1", "total 2"):
+        assert gateway.chat(asked, key=key).status_code == 200
+    assert gateway.chat("total 3", "flaky", key).status_code == 200
+    for model, is_stream in (("slow", True), ("late", False)):
+        body = {"model": model, "messages": [{"role": "user", "content": "total left"}], "stream": is_stream}
+        headers = {"authorization": f"Bearer {key}"}
+        url, timeout = f"{gateway.base_url}/chat/completions", httpx.Timeout(5.0, read=0.5)
+        with (
+            contextlib.suppress(httpx.TransportError),
+            httpx.stream("POST", url, json=body, headers=headers, timeout=timeout) as reply,
+        ):
+            next(reply.iter_lines())
+
+    def totals() -> dict[str, int]:
+        savings = gateway.admin("GET", "/savings", params=whose)
+        [summed] = gateway.admin("GET", "/ledger/sums", params=whose)["sums"]
+        files = {
+            path: list(csv.DictReader(gateway.observe(f"/admin/api/{path}.csv?team_id={team_id}").text.splitlines()))
+            for path in ("ledger", "ledger/sums", "savings")
+        }
+        return {
+            "ledger": ledger_microusd(gateway, team_id),
+            "sums": summed["cost_microusd"],
+            "savings": savings["spent_microusd"] + savings["unknown_cost_microusd"],
+            "budget": budget_of(gateway, team_id)["spent_microusd"],
+            "statistics": gateway.admin("GET", "/stats", params={"team": team_id})["total"]["cost_microusd"],
+            "metrics": spent_in_metrics() - before,
+            "rows of a file": sum(int(row["cost_microusd"]) for row in files["ledger"]),
+            "sums of a file": sum(int(row["cost_microusd"]) for row in files["ledger/sums"]),
+            "lines of a file": sum(int(row["amount_microusd"]) for row in files["savings"] if row["line"] == "spent"),
+        }
+
+    wait_for(
+        lambda: gateway.admin("GET", "/ledger/sums", params=whose)["sums"][0]["requests"] == 5,
+        20,
+        lambda: str(totals()),
+    )
+    wait_for(lambda: len({*totals().values()}) == 1 and totals()["ledger"] > 0, 10, lambda: str(totals()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import signal
@@ -20,6 +21,7 @@ import yaml
 
 from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
 from tests.e2e.upstream import Upstream
+from tests.provider import AUDIENCE, CLIENT_ID, StandInProvider, provider_of
 
 _fresh = itertools.count()
 
@@ -315,3 +317,57 @@ def test_a_model_that_cannot_be_is_refused(changing: Changing, model: Any, words
     assert error.value.response.status_code == 400
     assert words in error.value.response.text
     assert changing.gateway.admin("GET", "/config/models") == before
+
+
+def test_people_s_tokens_are_taken_and_end_in_every_worker(changing: Changing) -> None:
+    """With `access` in the file a JWT is a caller of its team, until its person is logged out at the provider or disabled here:
+    both workers refuse it within a second; a newer token of who was logged out is taken, one of who is disabled is not.
+    """
+    began, ended = threading.Event(), threading.Event()
+    providers: list[StandInProvider] = []
+
+    async def serve() -> None:
+        async with provider_of(time.time) as provider:
+            providers.append(provider)
+            began.set()
+            await asyncio.to_thread(ended.wait)
+
+    serving = threading.Thread(target=asyncio.run, args=(serve(),))
+    serving.start()
+    began.wait(10)
+    provider = providers[0]
+    try:
+        groups = {"people": {"role": "member", "teams": ["default"]}}
+        access = {"issuer": provider.issuer, "client_id": CLIENT_ID, "audience": AUDIENCE, "algorithms": ["ES256"]}
+        changing.write(changing.config() | {"access": {**access, "groups": groups}})
+
+        def statuses(token: str) -> set[int]:
+            headers = {"authorization": f"Bearer {token}"}
+            return {
+                changing.client.get(f"{changing.gateway.base_url}/models", headers=headers).status_code
+                for _ in range(8)
+            }
+
+        first = provider.token(groups=["people"], iat=int(time.time()) - 9)
+        wait_for(lambda: statuses(first) == {200})
+        asked = changing.client.post(
+            f"{changing.gateway.base_url}/chat/completions",
+            json={"model": "mock", "messages": [{"role": "user", "content": "a person's"}]},
+            headers={"authorization": f"Bearer {first}"},
+        )
+        assert asked.status_code == 200
+        event = {"http://schemas.openid.net/event/backchannel-logout": {}}
+        logout = provider.token(aud=CLIENT_ID, events=event, jti="1", iat=int(time.time()) - 5)
+        reply = httpx.post(f"{changing.gateway.root}/admin/sign-in/logout", data={"logout_token": logout})
+        assert reply.status_code == 200
+        wait_for(lambda: statuses(first) == {401}, 1.0)
+        second = provider.token(groups=["people"])
+        assert statuses(second) == {200}
+        changing.gateway.admin("POST", "/people/disable", json={"name": "alice"})
+        wait_for(lambda: statuses(second) == {401}, 1.0)
+        changing.gateway.admin("POST", "/people/enable", json={"name": "alice"})
+        wait_for(lambda: statuses(second) == {200}, 1.0)
+    finally:
+        ended.set()
+        serving.join()
+        changing.takes()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from tests.journey.conftest import OpenWorld
+from tests.provider import AUDIENCE, provider_of
 from tests.services import RedisServer
 from tests.world import Finish, Tokens, World
 
@@ -25,6 +27,21 @@ async def test_requests_per_minute(world: World) -> None:
     assert (record.ended.status, record.ended.error, record.request.team) == (429, "rate_limit_exceeded", "another")
     world.clock.passes(21)
     assert (await world.ask("question 4", key=team.key)).status == 200
+
+
+async def test_each_person_with_a_token_has_the_key_s_limits(open_a_world: OpenWorld) -> None:
+    """The limits of the key of a team's people are each person's own, whatever token the person sends."""
+    async with provider_of(time.time) as provider:
+        groups = {"all": {"role": "member", "teams": ["people"]}}
+        access = {"issuer": provider.issuer, "audience": AUDIENCE, "groups": groups, "algorithms": ["ES256"]}
+        world = await open_a_world(access=access)
+        await world.team("people", new_keys={"requests_per_min": 2})
+        ann, later, ben = (provider.token(sub=sub, jti=jti, groups=["all"]) for sub, jti in ("a1", "a2", "b1"))
+        replies = [
+            await world.ask(f"question {number}", key=key) for number, key in enumerate([ann, ben, later, ann, ben])
+        ]
+        assert [reply.status for reply in replies] == [200, 200, 200, 429, 200]
+        assert "for this person: 2 requests per minute" in replies[3].error["message"]
 
 
 async def test_hits_are_requests_and_cost_no_tokens(world: World) -> None:

@@ -33,10 +33,26 @@ async function refresh() {
   for (const region of page ? regions : []) {
     const next = page.getElementById(region.id);
     if (!next) continue;
-    const open = [...region.querySelectorAll("details[id][open]")].map((details) => details.id);
-    region.replaceWith(document.adoptNode(next));
-    for (const id of open) document.getElementById(id)?.setAttribute("open", "");
+    patch(region, next);
   }
+}
+
+// Changes what differs and keeps the nodes, so that what is focused, selected, open and scrolled to stays so.
+function patch(old, fresh) {
+  if (old.isEqualNode(fresh)) return;
+  if (old.nodeName !== fresh.nodeName || old.id !== fresh.id) {
+    old.replaceWith(fresh);
+    return;
+  }
+  if (old.nodeType !== Node.ELEMENT_NODE) {
+    old.data = fresh.data;
+    return;
+  }
+  for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name) && name !== "open") old.removeAttribute(name);
+  for (const { name, value } of fresh.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  const [was, now] = [[...old.childNodes], [...fresh.childNodes]];
+  now.forEach((node, at) => (was[at] ? patch(was[at], node) : old.append(node)));
+  for (const node of was.slice(now.length)) node.remove();
 }
 
 // What is there stays as it is: what is open, focused, selected or scrolled to.
@@ -178,7 +194,7 @@ document.addEventListener("click", (event) => {
   if (pause) pause.textContent = document.querySelector("[data-tail]").toggleAttribute("data-paused") ? "Go on" : "Pause";
 });
 document.addEventListener("change", (event) => {
-  if (event.target.closest("form[data-auto]")) event.target.form.requestSubmit();
+  if (event.target.closest("form[data-auto]") && event.target.type !== "date") event.target.form.requestSubmit();
 });
 for (const extra of document.querySelectorAll("form[data-auto] .without-script")) extra.hidden = true;
 for (const pause of document.querySelectorAll("[data-pause]")) pause.hidden = !document.querySelector("[data-tail]");

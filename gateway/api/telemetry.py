@@ -1,0 +1,33 @@
+"""`POST /v1/metrics`, `/v1/logs` and `/v1/traces`: what a signed-in Claude Code tells of itself.
+
+Source: the gateway protocol of Claude Code 2.1.197, "Telemetry", which wants a 200 also from a gateway
+that drops it. The ledger and the traces of this gateway have the same usage, as it was paid.
+"""
+
+from gateway.api.asgi import Receive, Scope, Send, headers_of, key_of, send_whole
+from gateway.api.headers import JSON, base_headers
+from gateway.api.messages import InAnthropicsShape
+from gateway.journey.turn import arrive
+from gateway.pipeline import Pipeline
+from gateway.wire.errors import ApiError
+
+PATHS = ("/v1/metrics", "/v1/logs", "/v1/traces")
+
+
+class Telemetry:
+    """The endpoint for OTLP over HTTP: reads nothing of it, and takes it of callers alone."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrival = arrive("telemetry")
+        send = InAnthropicsShape.named(send)
+        try:
+            await self._pipeline.authenticate(key_of(headers_of(scope)), scope.get("client"))
+        except ApiError as error:
+            await InAnthropicsShape.send_error(send, arrival.request_id, error)
+            return
+        while (await receive()).get("more_body"):
+            pass
+        await send_whole(send, 200, [JSON, *base_headers(arrival.request_id)], b"{}")
