@@ -12,6 +12,9 @@ import msgspec
 
 from cache.fingerprint import Partition
 
+ERROR_MAX = 0.01
+"""The error bound where no configuration sets one: the share of requests that may be answered wrongly."""
+
 BOUND_MIN = 0.002
 """A stricter bound than any that was measured: nothing is served by meaning."""
 

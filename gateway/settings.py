@@ -22,6 +22,7 @@ from urllib.parse import quote, urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from cache.decision.pieces import compile_pattern
+from cache.query import ERROR_MAX
 from gateway.extras import lacks
 from gateway.reserved import FIELDS, OTHER_TOOLS, TOOLS, canonical
 from policies.verification import Verification, Verify, effective
@@ -525,7 +526,7 @@ class CacheSettings(_Section):
     """a longer answer is not cached"""
     l1_bytes_max: int = Field(8 << 20, ge=0)
     """bytes of answers each gateway worker keeps in its own memory"""
-    error_max: float = Field(0.01, ge=0, le=1)
+    error_max: float = Field(ERROR_MAX, ge=0, le=1)
     """largest share of requests with a wrong semantic hit"""
     check_share: float = Field(0.03, ge=0, le=1)
     """share of semantic hits that are checked: a fresh answer is generated beside the one that is

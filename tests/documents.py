@@ -143,7 +143,8 @@ def admin_paths() -> dict[str, Any]:
 
 
 def _sentences(text: str) -> str:
-    return " ".join(text.split()).partition("Raises ")[0].strip()
+    """All before the errors: `Raises` with a class. A sentence may begin with the verb."""
+    return re.split(r"\bRaises (?=[A-Z])", " ".join(text.split()))[0].strip()
 
 
 def _metrics() -> Iterable[str]:

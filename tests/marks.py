@@ -5,6 +5,7 @@ Knows no test. Invariant: every path exists.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -91,9 +92,10 @@ MARKERS: dict[str, tuple[str, ...]] = {
 }
 
 
+_MARKER_OF = {FOLDER / place: marker for marker, places in MARKERS.items() for place in places}
+
+
+@functools.cache
 def marker_of(path: Path) -> str:
     """The marker of a folder or file; empty where `quick` runs it."""
-    for marker, places in MARKERS.items():
-        if any(path == FOLDER / place or FOLDER / place in path.parents for place in places):
-            return marker
-    return ""
+    return next((_MARKER_OF[place] for place in (path, *path.parents) if place in _MARKER_OF), "")

@@ -341,3 +341,10 @@ def test_the_newest_release_is_the_version() -> None:
 def test_readme_is_short() -> None:
     """It is a first page; docs/ has the rest."""
     assert len(README.splitlines()) <= _README_LINES_MAX
+
+
+def test_each_generated_row_says_what_it_is_for() -> None:
+    """No row of a generated table ends in an empty cell (its purpose, its meaning), but a section's, which has a table."""
+    rows = [row for part in generated().values() for row in part.splitlines() if "| see below |" not in row]
+    assert rows
+    assert [row for row in rows if not row.rpartition(" | ")[2].strip("| ")] == []

@@ -21,9 +21,8 @@ from cache.decision.exact_marks import is_recased, veto
 from cache.decision.features import AnswerGroup, Neighbour, candidates, features_of
 from cache.decision.model import LearnedModel, Prior, Row, Run, Vector, at_once
 from cache.decision.texts import words_of
-from cache.query import BOUND_MIN, MissReason, Query, Trial
+from cache.query import BOUND_MIN, ERROR_MAX, MissReason, Query, Trial
 
-ERROR_MAX = 0.01
 ASKED_MAX, _ASKED_FROM, _ASKED_P = 4, 0.4, 0.05  # candidates of a question, and the least cosine and p of each
 _COMPARED = 3  # groups that a fresh answer is compared with
 _PEERS = 2  # further entries of the first group, for a second opinion

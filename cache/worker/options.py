@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+from cache.query import ERROR_MAX
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
@@ -26,6 +28,6 @@ class WorkerOptions:
     device: Annotated[Literal["auto", "cpu", "cuda"], "of the encoder"] = "auto"
     precision: Annotated[Literal["auto", "float32", "bfloat16"], "of the encoder"] = "auto"
     threads: Annotated[int | None, "for the encoder on a CPU; default: two, or one on one core"] = None
-    error_max: Annotated[float, "share of requests that may be answered wrongly"] = 0.01
+    error_max: Annotated[float, "share of requests that may be answered wrongly"] = ERROR_MAX
     keys_max: Annotated[int, "prompts in the index; the oldest go first"] = 1_000_000
     size_bytes_max: Annotated[int, "of a team's entries, with their sketches"] = 256 << 20

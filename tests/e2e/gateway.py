@@ -22,6 +22,9 @@ import yaml
 API_KEY = "sk-sw-test-0123456789abcdef0123456789abcdef"
 ADMIN_KEY = "sk-admin-test-0123456789"
 
+WITHOUT_EMBEDDER: dict[str, Any] = {"cache": {"is_semantic": False}, "embedding_alias": ""}
+"""Settings of a gateway that starts no cache worker: for tests that need neither meaning nor local embeddings."""
+
 
 class Gateway:
     """`python -m gateway serve` and what a test wants of it."""

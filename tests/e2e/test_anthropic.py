@@ -16,7 +16,7 @@ from anthropic import Anthropic
 from openai import OpenAI
 
 from tests.e2e.anthropic_server import BLOCKS, Server, message, run_anthropic_server
-from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
+from tests.e2e.gateway import API_KEY, WITHOUT_EMBEDDER, Gateway, deployment, run_gateway, wait_for
 from tests.e2e.upstream import Upstream
 
 _fresh = itertools.count()
@@ -52,11 +52,12 @@ def behind(
     }
     free = {**claude, "name": "free", "price": {}}
     config = {
+        **WITHOUT_EMBEDDER,
         "models": {
             "claude": {"deployments": [{**claude, "name": "claude", "allow_fields": ["web_search"]}]},
             "claude-test": {"deployments": [{**claude, "name": "same-name", "is_traced": False}]},
             "either": {"policy": "cheapest", "deployments": [free, deployment(upstream_process.url, "backup")]},
-        }
+        },
     }
     with run_gateway(tmp_path_factory.mktemp("anthropic"), config, env={"CLAUDE_KEY": "sk-ant-secret"}) as running:
         running.wait_ready()

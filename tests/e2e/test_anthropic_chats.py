@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.anthropic_rules import refusal
 from tests.e2e.anthropic_server import Server, message, run_anthropic_server
-from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway
+from tests.e2e.gateway import API_KEY, WITHOUT_EMBEDDER, Gateway, deployment, run_gateway
 from tests.e2e.upstream import Upstream
 
 _fresh = itertools.count()
@@ -137,7 +137,7 @@ def gateway(claude: Server, upstream_process: Upstream, tmp_path_factory: pytest
         models[alias] = {"deployments": [one]}
         both = [{**one, "name": f"{alias}-first"}, deployment(upstream_process.url, f"{alias}-second")]
         models[f"{alias}-or"] = {"policy": "cheapest", "deployments": both}
-    with run_gateway(tmp_path_factory.mktemp("chats"), {"models": models}) as running:
+    with run_gateway(tmp_path_factory.mktemp("chats"), {**WITHOUT_EMBEDDER, "models": models}) as running:
         running.wait_ready()
         yield running
 

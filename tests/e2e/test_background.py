@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
+from tests.e2e.gateway import API_KEY, WITHOUT_EMBEDDER, Gateway, deployment, run_gateway, wait_for
 from tests.e2e.upstream import Upstream
 
 
@@ -24,7 +24,7 @@ def gateway(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory
         "late": {"deployments": [deployment(url, "late", "mock?delay_ms=6500")]},
         "slow": {"deployments": [deployment(url, "slow", "mock?delay_ms=100000")]},
     }
-    config: dict[str, Any] = {"workers": 2, "engines": {}, "cache": {"is_semantic": False}, "models": models}
+    config: dict[str, Any] = {"workers": 2, "engines": {}, **WITHOUT_EMBEDDER, "models": models}
     with run_gateway(tmp_path, config) as made:
         made.wait_ready()
         yield made

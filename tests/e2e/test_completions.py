@@ -14,7 +14,7 @@ import torch
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 from tokenizers import Tokenizer
 
-from tests.e2e.gateway import API_KEY, Gateway, run_gateway, wait_for
+from tests.e2e.gateway import API_KEY, WITHOUT_EMBEDDER, Gateway, run_gateway, wait_for
 from tests.e2e.upstream import Upstream
 from tests.engine.checkpoints import TEXT, make_checkpoint, reference
 
@@ -204,7 +204,7 @@ def local(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     config = {
         "models": {"tiny": {"deployments": [{"name": "tiny", "backend": "local", "engine": "tiny"}]}},
         "engines": {"tiny": {"model": str(checkpoint), "dtype": "float32", "threads": 1}},
-        "cache": {"is_semantic": False},
+        **WITHOUT_EMBEDDER,
     }
     with run_gateway(tmp_path_factory.mktemp("tiny"), config) as gateway:
         gateway.wait_ready()

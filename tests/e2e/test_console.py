@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from gateway.cli import main
-from tests.e2e.gateway import ADMIN_KEY, API_KEY, Gateway, deployment, run_gateway, wait_for
+from tests.e2e.gateway import ADMIN_KEY, API_KEY, WITHOUT_EMBEDDER, Gateway, deployment, run_gateway, wait_for
 from tests.e2e.upstream import Upstream
 
 
@@ -187,7 +187,7 @@ def test_an_import_survives_kills_and_doubles_nothing(
     models = {"mock": {"deployments": [deployment(upstream.url, "plain")]}}
     count = 100_000
     file = _lines(tmp_path / "answers.jsonl", count)
-    with run_gateway(tmp_path, {"models": models, "cache": {"is_semantic": False}}) as gateway:
+    with run_gateway(tmp_path, {**WITHOUT_EMBEDDER, "models": models}) as gateway:
         gateway.wait_ready()
         console = Console(gateway, capsys)
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from gateway.cli import main
-from tests.e2e.gateway import ADMIN_KEY, Gateway, deployment, run_gateway
+from tests.e2e.gateway import ADMIN_KEY, WITHOUT_EMBEDDER, Gateway, deployment, run_gateway
 from tests.e2e.upstream import Upstream
 from tests.services import run_redis
 
@@ -179,7 +179,7 @@ def test_each_deployment_is_asked_only_with_leave(
         "rejecting": {"deployments": [deployment(upstream.url, "rejecting", "mock?status=400")]},
     }
     monkeypatch.setenv("SAMEWAY_ADMIN_KEY", ADMIN_KEY)
-    with run_gateway(tmp_path, {"models": models, "cache": {"is_semantic": False}}) as gateway:
+    with run_gateway(tmp_path, {**WITHOUT_EMBEDDER, "models": models}) as gateway:
         gateway.wait_ready()
 
         def asked(*more: str) -> tuple[int, str]:

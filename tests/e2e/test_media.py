@@ -14,7 +14,7 @@ import httpx
 import pytest
 from openai import APIConnectionError, BadRequestError, OpenAI, RateLimitError
 
-from tests.e2e.gateway import API_KEY, Gateway, deployment, run_gateway, wait_for
+from tests.e2e.gateway import API_KEY, WITHOUT_EMBEDDER, Gateway, deployment, run_gateway, wait_for
 from tests.e2e.test_plain import record
 from tests.e2e.upstream import Upstream
 
@@ -45,7 +45,7 @@ def gateway(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory
         "talks": one("talk", capabilities=["tools"]),
     }
     folder: Path = tmp_path_factory.mktemp("media")
-    with run_gateway(folder, {"models": models, "upload_bytes_max": 3_000_000}) as started:
+    with run_gateway(folder, {**WITHOUT_EMBEDDER, "models": models, "upload_bytes_max": 3_000_000}) as started:
         started.wait_ready()
         yield started
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from openai import OpenAI, RateLimitError
 
-from tests.e2e.gateway import Gateway, deployment, run_gateway, wait_for
+from tests.e2e.gateway import WITHOUT_EMBEDDER, Gateway, deployment, run_gateway, wait_for
 from tests.e2e.upstream import Upstream
 
 _fresh = itertools.count()
@@ -67,7 +67,9 @@ def test_a_budget_is_never_passed(gateway: Gateway, upstream: Upstream) -> None:
 def workers(upstream_process: Upstream, tmp_path: Path) -> Iterator[Gateway]:
     """A gateway of two workers, whose one model costs half a cent for ten tokens."""
     dear = deployment(upstream_process.url, "dear", output_tokens_max=50) | {"price": {"output_usd_per_mtok": 500.0}}
-    with run_gateway(tmp_path, {"workers": 2, "models": {"dear": {"deployments": [dear]}}}) as gateway:
+    with run_gateway(
+        tmp_path, {**WITHOUT_EMBEDDER, "workers": 2, "models": {"dear": {"deployments": [dear]}}}
+    ) as gateway:
         gateway.wait_ready()
         yield gateway
 

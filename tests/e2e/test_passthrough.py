@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gateway.settings import DeploymentSettings
-from tests.e2e.gateway import API_KEY, Gateway, run_gateway, wait_for
+from tests.e2e.gateway import API_KEY, WITHOUT_EMBEDDER, Gateway, run_gateway, wait_for
 
 UPSTREAM_KEY = "sk-upstream-0123456789abcdef"
 ALLOWED = [
@@ -182,7 +182,9 @@ def gateway(provider: Provider, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "off": {"deployments": [{**common, "name": "off", "model": "m", "price": known}]},
     }
     folder: Path = tmp_path_factory.mktemp("passthrough")
-    with run_gateway(folder, {"models": models, "workers": 2}, env={"UP_KEY": UPSTREAM_KEY}) as started:
+    with run_gateway(
+        folder, {**WITHOUT_EMBEDDER, "models": models, "workers": 2}, env={"UP_KEY": UPSTREAM_KEY}
+    ) as started:
         started.wait_ready()
         yield started
 

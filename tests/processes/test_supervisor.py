@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import structlog
 
+from cache.query import ERROR_MAX
 from cache.worker import SemanticClient, WorkerState
 from cache.worker.options import WorkerOptions
 from gateway.child_output import ChildOutput
@@ -72,7 +73,7 @@ def test_the_cache_worker_is_told_its_settings(tmp_path: Path) -> None:
         assert (python, flag, module) == (sys.executable, "-m", "cache.worker")
         parser = argparse.ArgumentParser()
         add_options(parser, WorkerOptions)
-        expected = {"error_max": 0.01, "size_bytes_max": 256 << 20} | cache
+        expected = {"error_max": ERROR_MAX, "size_bytes_max": 256 << 20} | cache
         assert options_from(WorkerOptions, parser.parse_args(options)) == WorkerOptions(
             socket=settings.cache_socket, redis=os.environ.get("SAMEWAY_REDIS_URL", ""), **expected
         )
