@@ -178,8 +178,7 @@ class SemanticLookup:
         if not is_served:
             near, would = result.similarity, pointed.entry
             return SemanticResult(similarity=near, miss_reason=OBSERVED, question=question, would=would)
-        if result.trial is not None:
-            self.errors.charge(fingerprint.compat, 1.0 - result.trial.p)
+        self.errors.charge(fingerprint.compat, 1.0 - result.trial.p if result.trial is not None else 0.0)
         return SemanticResult(pointed.entry, result.similarity, bound.error_max, question=question, trial=result.trial)
 
     def _pay(self, fingerprint: Fingerprint, error_max: float) -> None:
