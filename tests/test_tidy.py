@@ -52,7 +52,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 3820, "gateway/access": 310, "gateway/accounts": 3120, "gateway/admin": 4170, "gateway/alerts": 384, "gateway/api": 4340,
+    "gateway": 3826, "gateway/access": 310, "gateway/accounts": 3120, "gateway/admin": 4170, "gateway/alerts": 384, "gateway/api": 4340,
     "gateway/backends": 3140, "gateway/batches": 1210, "gateway/deployments": 1920, "gateway/journey": 3390,
     "gateway/learning": 1580, "gateway/reconcile": 610, "gateway/telemetry": 2220, "gateway/transport": 860,
     "gateway/wire": 2230, "cache": 1120, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1330,

@@ -33,7 +33,7 @@ class RequestFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str = msgspec.field(default="", name="asked")
     is_stream: bool = False
     loop: str = ""  # that it is part of: repeated_tool_calls | repeated_requests
-    # as in rows of the ledger; in no log
+    # as in rows of the ledger
     user: str = ""
     session: str = ""
     tags: str = ""
@@ -164,7 +164,7 @@ def stages_of(record: Record) -> list[Stage]:
 
 
 _PARTS: Mapping[str, type[msgspec.Struct]] = {part.name: part.type for part in msgspec.structs.fields(Record)}
-_UNRECORDED = ("units", "rounds", "user", "session", "tags")  # the cost has the first two, the ledger has the others
+_UNRECORDED = ("units", "rounds")  # the cost has them
 _FIELDS = [
     (part, field)
     for part, values in _PARTS.items()
