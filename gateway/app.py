@@ -77,13 +77,14 @@ from gateway.deployments.shared_load import SharedLoad
 from gateway.deployments.shared_slots import SharedSlots
 from gateway.exceptions import let_go
 from gateway.journey.budget import Money
+from gateway.journey.guards import Emit
 from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record
 from gateway.journey.semantic import SemanticLookup
 from gateway.journey.turn import Turn
 from gateway.learning.build import Learning, open_learning
 from gateway.loggers import get_logger
-from gateway.pipeline import Emit, Pipeline
+from gateway.pipeline import Pipeline
 from gateway.reload import Configuration, cache_limits
 from gateway.settings import Settings
 from gateway.telemetry import logs

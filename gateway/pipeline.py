@@ -3,7 +3,7 @@
     authenticate(key)      1 authenticate, from memory, before a byte of the body is read; a key that
                              is not there is looked for in SQL, at a bounded rate
     answer(turn)           raises -> an HTTP status; returns -> the first chunk exists
-      2 fingerprint    3 rate-limit    4 exact lookup    5 join the flight
+      guards    2 fingerprint    3 rate-limit    4 exact lookup    5 join the flight
     generate(flight)       once per flight, in a task that outlives the client that began it
       6 semantic lookup    7 reserve    8 route    9 stream    10 record, on every exit
 
@@ -36,7 +36,7 @@ settled or released; a broken answer is never shown as a finished one.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
@@ -52,6 +52,7 @@ from gateway.journey.bodies import Bodies
 from gateway.journey.budget import Money
 from gateway.journey.flight import Flight, Flights, Reply
 from gateway.journey.generation import Generation, generation_of
+from gateway.journey.guards import Emit, Guards, apart_of
 from gateway.journey.holds import Holds
 from gateway.journey.loops import LoopDetector
 from gateway.journey.outcomes import Looked, SemanticResult
@@ -67,12 +68,8 @@ from gateway.loggers import get_logger
 from gateway.settings import Settings
 from gateway.transport.eager import Eager
 from gateway.wire.errors import ApiError, BadRequest, NotCached, Unauthenticated
-from gateway.wire.types import Chunk
 
 _log = get_logger()
-
-Emit = Callable[[Record, Turn | None, Sequence[Chunk]], None]
-"""Logs, measures and counts one record. The turn and the chunks are for the log, if prompts may be logged."""
 
 Learn = Callable[[Flight, Record], None]
 """Takes a recorded flight, or one of a hit found by words. Never awaits or raises."""
@@ -99,6 +96,7 @@ class Pipeline:
         self.accounts = accounts
         self.limits = limits
         self.bodies = Bodies(limits)
+        self.guards = Guards(settings)
         self.exact = exact
         self.money = money
         self.fleet = fleet
@@ -109,7 +107,7 @@ class Pipeline:
         self._loops = LoopDetector()
         self._answers = RecordedAnswers(settings.cache, exact, semantic, limits)
         self.bearers = bearers
-        self._emit = emit
+        self._emit = self.guards.noting(emit)
         self._learn = learn
         self.generating: set[asyncio.Task[Any]] = set()  # until they are recorded
 
@@ -122,6 +120,7 @@ class Pipeline:
         """Wait until every generation is recorded. The server has stopped: none is added."""
         while self.generating:
             await asyncio.wait(self.generating)
+        self.guards.aclose()
 
     async def authenticate(self, key: str | None) -> Identity:
         """1. The identity of a key or token, without awaiting if it is a known key. Raises ApiError."""
@@ -156,15 +155,17 @@ class Pipeline:
         alias = own_alias or self.fleet.alias(turn.alias, models)
         alias.allow(models, turn.alias)
         alias.check(turn.body, turn.demand, turn.kind)
+        turn = await self.guards.admit(turn, identity, alias)
         if turn.demand.is_output_bound:
             turn = replace(turn, demand=alias.within_reach(turn.demand))
-        digests = self._fingerprint(turn, identity)
+        digests = self._fingerprint(turn, identity, alias)
         loop = self._loops.seen(self.settings.loops, turn, identity, digests)
         looked = replace(await self._answers.look(turn, identity, alias, digests, taken), loop=loop)
         looked_up_ms = turn.elapsed_ms()
         if looked.entry is not None:
             self.renew(turn, identity, alias, looked)
-            return Reply(turn, alias, looked, looked_up_ms=looked_up_ms)
+            looked = await self.guards.vet_hit(turn, identity, alias, looked)
+            return Reply(turn, alias, looked, looked_up_ms=turn.elapsed_ms())
         flight = self._join(turn, identity, alias, looked)
         reader = flight.admit(turn.deadline, is_stream=turn.is_stream)
         if reader.is_leader:
@@ -181,14 +182,12 @@ class Pipeline:
             raise
         return reply
 
-    def _fingerprint(self, turn: Turn, identity: Identity) -> Fingerprint:
+    def _fingerprint(self, turn: Turn, identity: Identity, alias: Alias) -> Fingerprint:
         """2. The digests of the request, in the partition of its team. Raises BadRequest."""
         partition, keyed = partition_of(self.settings.secret, identity.team.id), self.settings.cache.key_fields
         body = turn.body | dict.fromkeys(keyed, identity.user) if identity.user and keyed else turn.body
         try:
-            apart = None if turn.native is None else turn.native.apart
-            if turn.kind.is_plain:  # events and a whole answer are different bytes
-                apart = f"{turn.kind.name} stream" if turn.is_stream else turn.kind.name
+            apart = apart_of(self.settings, alias, identity.team, turn)
             return fingerprint(body, partition, turn.controls.namespace, keyed, apart)
         except ValueError as error:
             raise BadRequest(f"The body can't be encoded: {error}", code="invalid_json") from None
@@ -207,8 +206,8 @@ class Pipeline:
         return flight
 
     def _flight(self, turn: Turn, identity: Identity, alias: Alias, looked: Looked) -> Flight:
-        holds = Holds(self.money, self.limits, turn, identity, alias)
-        return Flight(generation=generation_of(turn, identity, alias, looked, holds), deadline=turn.deadline)
+        generation = generation_of(turn, identity, alias, looked, Holds(self.money, self.limits, turn, identity, alias))
+        return Flight(generation=generation, deadline=turn.deadline, is_held=self.guards.hold(turn, identity, alias))
 
     # -- generate: 6 to 10 -------------------------------------------------------------------------
 
@@ -228,6 +227,7 @@ class Pipeline:
             else:
                 await self._reserve(generation)
                 error = await Fallbacks(self.fleet, flight).run()  # 8 and 9
+            await self.guards.vet(flight, error)
         except asyncio.CancelledError:
             error = ApiError("Everyone who waited for this answer has left", code="client_gone")
         except ApiError as refusal:
@@ -343,7 +343,7 @@ class Pipeline:
         is_hit_by_words = reply is not None and reply.flight is None and reply.looked.semantic.entry is not None
         if is_hit_by_words and self._learn is not None and reply is not None and identity is not None:
             self._learn(self._flight(reply.turn, identity, reply.alias, reply.looked), record)
-        self._emit(record, turn, ())
+        self._emit(record, self.guards.unseen(turn, identity), ())
 
     def emit(self, record: Record) -> None:
         """Count and log a request that asked for no generation."""

@@ -337,8 +337,11 @@ class DeploymentSettings(_Section):
     """openai: send `cache_salt`, another one for each team, to a server that knows it (vLLM,
     SGLang), so that no team can learn from its prefix cache what another one asked"""
     region: str = Field("", max_length=64)
-    """where it computes, such as `eu-west-1`: a column of its rows in the ledger, and of sums; no choice
-    of deployments depends on it"""
+    """where it computes, such as `eu-west-1`: a column of its rows in the ledger, and of sums; a team's
+    `regions` allow or forbid it, see [governance.md](governance.md)"""
+    retention_days: int | None = Field(None, ge=0)
+    """days for which its provider keeps requests and answers, by your contract; 0: it keeps none;
+    default: unknown, which no team's `retention_days_max` allows"""
     context_tokens_max: int | None = Field(None, gt=0)
     """prompt and answer together; default: known for local engines"""
     output_tokens_max: int | None = Field(None, gt=0)
@@ -459,6 +462,8 @@ class ModelSettings(_Section):
     """in place of `cache.ttl_s`, for this alias"""
     stale_s: int | None = Field(None, ge=0)
     """in place of `cache.stale_s`, for this alias"""
+    guard: str | None = None
+    """the one of `guards` that sees this alias's requests first; its fallbacks need the same"""
     verifier: str | None = None
     """the verifier of this alias's answers; default: `cache.verifier`"""
     verify: Verify | None = None
@@ -586,6 +591,35 @@ class LoopSettings(_Section):
     requests_per_min_max: int = Field(10, ge=0, le=10_000)
     """more equal requests of one session than this within a minute are a loop, counted by each
     worker; 0: they are not counted"""
+
+
+class GuardSettings(_Section):
+    url: str
+    """your service that sees the texts first: http(s)://..., which speaks LiteLLM's generic guardrail
+    API; see [governance.md](governance.md)"""
+    teams: list[str] = []
+    """names of the teams whose requests it sees, `*` for all; an alias names it in `guard`"""
+    is_after: bool = False
+    """it sees answers, too, also those from the cache; a stream waits for its verdict on the whole"""
+    fail: Literal["closed", "open"] = "closed"
+    """what becomes of a request or an answer without a verdict: `closed` refuses it with 503, `open`
+    lets it pass"""
+    timeout_ms: int = Field(2_000, gt=0, le=60_000)
+    """time to its verdict"""
+    version: str = Field("", max_length=100)
+    """another version, as another `url`, divides the cache if the guard `is_after`: no answer that an
+    earlier one saw is served"""
+    secret_env: str | None = None
+    """environment variable with the secret that signs what it is sent (Standard Webhooks)"""
+    headers: dict[str, str] = {}
+    """further headers that it is sent"""
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, url: str) -> str:
+        if not is_http_url(url):
+            raise ValueError("expected http://... or https://...")
+        return url
 
 
 class AlertSettings(_Section):
@@ -866,6 +900,8 @@ class Settings(_Section):
     cache: CacheSettings = CacheSettings()
     budgets: BudgetSettings = BudgetSettings()
     loops: LoopSettings = LoopSettings()
+    guards: dict[str, GuardSettings] = {}
+    """services that see texts before anything else does"""
     alerts: AlertSettings = AlertSettings()
     batches: BatchSettings = BatchSettings()
     ledger: LedgerSettings = LedgerSettings()
@@ -995,6 +1031,13 @@ class Settings(_Section):
                 if not is_there and not any(name.startswith(prefix) for prefix in patterns):
                     hint = did_you_mean(name, self.models)
                     wrong.append(f"{where}: found {name!r}, expected an alias of `models`{hint}")
+                elif is_there and self.models[name].guard not in (None, model.guard):
+                    wrong.append(f"{where}: {name!r} has another `guard`, expected that of {alias!r}")
+            if model.guard is not None and model.guard not in self.guards:
+                hint = did_you_mean(model.guard, self.guards)
+                wrong.append(
+                    f"models.{alias}.guard: found {model.guard!r}, expected one of {sorted(self.guards)}{hint}"
+                )
             if len(set(model.fallbacks)) < len(model.fallbacks):
                 wrong.append(f"{where}: a name stands twice; name each fallback once")
             seen, ahead = set[str](), list(model.fallbacks)

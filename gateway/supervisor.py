@@ -221,15 +221,9 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        has_terminal = os.isatty(0)
-
-        def hang_up() -> None:
-            if has_terminal and not os.isatty(0):
-                stop.set()  # else it would serve on, with nobody to see it
-            else:
-                self._begin(self.reload("SIGHUP"))
-
-        loop.add_signal_handler(signal.SIGHUP, hang_up)
+        terminal, again = os.isatty(0), lambda: self._begin(self.reload("SIGHUP"))
+        # without its terminal it would serve on, with nobody to see it
+        loop.add_signal_handler(signal.SIGHUP, lambda: (stop.set if terminal and not os.isatty(0) else again)())
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._sole_user())
             reserved = stack.enter_context(self._reserve())

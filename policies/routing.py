@@ -60,6 +60,28 @@ _TPOT_PRIOR_MS = 25.0
 _FOUND_TOKENS_MAX = 50_000  # in one round
 
 
+class Residency(msgspec.Struct, frozen=True):
+    """Where a team's requests may go, and for how many days the provider may keep them; None: anything.
+
+    A region includes those that begin with it and a `-`: `eu` includes `eu-west-1`.
+    """
+
+    regions: tuple[str, ...] | None = None
+    retention_days_max: int | None = None
+
+    def objection(self, candidate: Candidate) -> str:
+        """The rule that keeps a request from `candidate`; empty if none does. What runs here goes nowhere."""
+        if candidate.is_local:
+            return ""
+        region, days = candidate.region, candidate.retention_days
+        if self.regions is not None and not any(f"{region}-".startswith(f"{one}-") for one in self.regions):
+            return f"is in the region `{region or 'unknown'}`, and the team's `regions` are {', '.join(self.regions) or 'none'}"
+        if self.retention_days_max is not None and (days is None or days > self.retention_days_max):
+            kept = "an unknown time" if days is None else f"{days} days"
+            return f"keeps requests for {kept}, and the team's `retention_days_max` is {self.retention_days_max}"
+        return ""
+
+
 class Demand(msgspec.Struct, frozen=True):
     """The needs of one request, which routing compares with deployments.
 
@@ -82,7 +104,7 @@ class Demand(msgspec.Struct, frozen=True):
     `Price.unit`; `calls`, the most provider-run tool calls; `compacts`: it reads the prompt once
     more before. `prefers` are capabilities that rank a deployment first without being needed.
     `operation` and `caller` select a deployment's health. `may_name_urls`: the request may name
-    addresses that a server would fetch.
+    addresses that a server would fetch. `residency` is the rule of the team.
     """
 
     prompt_tokens: int
@@ -111,6 +133,7 @@ class Demand(msgspec.Struct, frozen=True):
     calls: int = 0
     compacts: bool = False
     may_name_urls: bool = True
+    residency: Residency | None = None
 
     @property
     def rounds(self) -> int:
@@ -126,6 +149,7 @@ class Demand(msgspec.Struct, frozen=True):
 class Cause(StrEnum):
     """The causes of rejections, in the order of the checks."""
 
+    RESIDENCY = "residency"
     CAPABILITY = "capability"
     CONTEXT = "context"
     OUTPUT = "output"
@@ -148,7 +172,8 @@ class Candidate(msgspec.Struct, frozen=True):
     `drained` or `disabled` if an operator took it out of use. `full_at` is the number of requests
     that it may run, if that many run; else 0. A line of a batch costs `batch_factor` millionths of
     the price. Of a replica each token that it reads makes others wait for `others_ms_per_token`, and
-    `load_ms` is what the answers under way there take from one more.
+    `load_ms` is what the answers under way there take from one more. `region` and `retention_days`
+    are what the settings say; empty and None: unknown. `is_local`: it runs beside the gateway.
     """
 
     name: str
@@ -168,6 +193,9 @@ class Candidate(msgspec.Struct, frozen=True):
     load_ms: float = 0.0
     allowed: frozenset[str] = frozenset()
     batch_factor: int = 1_000_000
+    region: str = ""
+    retention_days: int | None = None
+    is_local: bool = False
 
 
 class PolicyKind(StrEnum):
@@ -320,6 +348,8 @@ def _unable(demand: Demand, candidate: Candidate) -> Rejected | None:
     name = candidate.name
     if name in demand.excluded:
         return Rejected(name, Cause.TRIED, "was already tried")
+    if demand.residency is not None and (objection := demand.residency.objection(candidate)):
+        return Rejected(name, Cause.RESIDENCY, objection)
     if not demand.needs <= candidate.capabilities:
         missing = sorted(demand.needs - candidate.capabilities)
         return Rejected(name, Cause.CAPABILITY, f"does not offer {', '.join(missing)}", tuple(missing))

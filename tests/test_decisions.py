@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("gateway", "cache", "policies", "local_engine", "ipc")
 SOURCES = (".py", ".cpp", ".h", ".html")
 LABELS = ("Decision", "Why", "Price", "Where")
-RECORDS_MAX = 48
+RECORDS_MAX = 49
 
 
 class Record(NamedTuple):

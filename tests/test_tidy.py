@@ -52,11 +52,11 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 3826, "gateway/access": 310, "gateway/accounts": 3120, "gateway/admin": 4170, "gateway/alerts": 384, "gateway/api": 4340,
-    "gateway/backends": 3140, "gateway/batches": 1210, "gateway/deployments": 1920, "gateway/journey": 3390,
-    "gateway/learning": 1580, "gateway/reconcile": 610, "gateway/telemetry": 2220, "gateway/transport": 860,
-    "gateway/wire": 2230, "cache": 1120, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1330,
-    "cache/semantic": 1710, "cache/verdicts": 610, "cache/worker": 600, "policies": 2440, "local_engine": 2200,
+    "gateway": 3850, "gateway/access": 310, "gateway/accounts": 3140, "gateway/admin": 4190, "gateway/alerts": 384, "gateway/api": 4350,
+    "gateway/backends": 3140, "gateway/batches": 1220, "gateway/deployments": 1930, "gateway/journey": 3640,
+    "gateway/learning": 1580, "gateway/reconcile": 610, "gateway/telemetry": 2230, "gateway/transport": 870,
+    "gateway/wire": 2270, "cache": 1120, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1330,
+    "cache/semantic": 1710, "cache/verdicts": 610, "cache/worker": 600, "policies": 2460, "local_engine": 2200,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
     "local_engine/speculation": 300, "local_engine/text": 874, "local_engine/weights": 680, "ipc": 460,
@@ -70,6 +70,7 @@ SMALL_FILES: dict[str, str] = {
     "gateway/worker.py": "a process",
     "gateway/child_output.py": "the supervisor knows no lines",
     "gateway/deployments/server_metrics.py": "others' names, by their kind and version",
+    "gateway/wire/texts.py": "which fields have texts is a matter of the APIs' shapes",
     "ipc/options.py": "no part of the calls",
     "ipc/logs.py": "no part of the calls",
     "local_engine/executors/torch.py": "one of three ways to run a step, each a module",

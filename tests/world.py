@@ -511,6 +511,11 @@ class Client:
     def goes_on(self) -> None:
         self._takes.set()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of a response has come."""
+        return bool(self._status)
+
     def leave(self) -> None:
         """Go away."""
         self._gone.set()
@@ -619,6 +624,7 @@ class World:
     _others: list[World] = field(default_factory=list)
     _connected: list[OpenAIBackend] = field(default_factory=list)
     _verifiers: Verifiers | None = None
+    logged: list[Any] = field(default_factory=list)  # the turns whose texts may be logged
     questions: list[tuple[str, int, str]] = field(default_factory=list)  # to verifiers: team, cost in µUSD, outcome
 
     @property
@@ -759,10 +765,14 @@ class World:
     # -- teams and money
 
     async def team(self, name: str = "another", *, models: tuple[str, ...] | None = None, **limits: Any) -> Team:
-        """A new team; `limits` are its requests_per_min, tokens_per_min, is_semantic_enabled, semantic_error_max."""
+        """A new team; `limits` are its requests_per_min, tokens_per_min, is_semantic_enabled, semantic_error_max, and rules."""
         team = await self._accounts.create_team(name, **limits)
         made = await self._accounts.create_key(team.id, "key", **({} if models is None else {"models": models}))
         return Team(team.id, made.plaintext)
+
+    async def changes(self, team: Team, **changes: Any) -> None:
+        """Other limits and rules of a team."""
+        await self._accounts.update_team(team.id, **changes)
 
     async def budget(
         self, team: Team, limit: int, *, window: str = "day", is_hard: bool = True, **fields: Any
@@ -1112,8 +1122,11 @@ async def _build(settings: Settings, redis: Redis) -> World:
         clock.steady,
     )
 
+    turns: list[Any] = []
+
     def emit(record: Record, turn: object, chunks: object) -> None:
         records.append(record)
+        turns.append(turn)
 
     scripted: Any = semantic
     client: SemanticClient = scripted
@@ -1178,6 +1191,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
         stored=outcomes,
         _verifiers=verifiers,
         questions=questions,
+        logged=turns,
     )
 
 

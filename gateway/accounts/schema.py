@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from gateway.accounts.row import COUNTS, HIT_SUMS, KINDS
 
-VERSION = "20261127"  # the last change of the tables: until the first release they change in place
+VERSION = "20261128"  # the last change of the tables: until the first release they change in place
 LIMITS = ("requests_per_min", "tokens_per_min")
 """The rate limits of teams and keys."""
 
@@ -55,6 +55,8 @@ teams = _table(
     sa.Column("is_semantic_enabled", sa.Boolean, nullable=False),
     sa.Column("time_zone", sa.Text, nullable=False, server_default=""),
     sa.Column("is_store_enabled", sa.Boolean, nullable=False, server_default=sa.true()),
+    sa.Column("regions", sa.JSON(none_as_null=True)),
+    *_columns(sa.BigInteger, "retention_days_max", "store_s_max", nullable=True),
     sa.UniqueConstraint("name"),
     sqlite_autoincrement=True,
 )

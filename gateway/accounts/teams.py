@@ -14,9 +14,10 @@ import hashlib
 import secrets
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from policies import Budget
+from policies.routing import Residency
 from policies.verification import Verify
 from policies.windows import DEPLOYMENT, Overdraft, Unit
 
@@ -31,7 +32,9 @@ _PREFIX_CHARS = len(_KEY_START) + 4
 class Team:
     """The unit that pays. A limit of None means unlimited. Times are in unix seconds.
 
-    `semantic_error_max` None: the gateway's own bound. `verify` None: the gateway's own mode.
+    `semantic_error_max` None: the gateway's own bound. `verify` None: the gateway's own mode. `regions`
+    and `retention_days_max` say where its requests may go (`policies.routing.Residency`); `store_s_max` is
+    how long anything of them is kept here, in seconds, 0: not at all.
     """
 
     id: int
@@ -45,6 +48,25 @@ class Team:
     is_store_enabled: bool = True  # responses may be stored where a request asks for it
     verify: Verify | None = None
     time_zone: str = ""  # of its budgets' days, weeks and months; empty: UTC
+    regions: tuple[str, ...] | None = None
+    retention_days_max: int | None = None
+    store_s_max: int | None = None
+
+    @property
+    def residency(self) -> Residency:
+        """The rule on where its requests may go."""
+        return Residency(self.regions, self.retention_days_max)
+
+    @property
+    def rules(self) -> tuple[Any, ...]:
+        """Its rules on where requests go and what is kept; empty without one. They divide its cache."""
+        if self.regions is None and self.retention_days_max is None and self.store_s_max is None:
+            return ()
+        return self.regions, self.retention_days_max, self.store_s_max
+
+    def kept_s(self, seconds: int) -> int:
+        """The seconds that something of its requests is kept, where the settings say `seconds`."""
+        return seconds if self.store_s_max is None else min(seconds, self.store_s_max)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from gateway.admin import models
 from gateway.admin.guard import Acting
 from gateway.admin.parts import WorkerParts
 from gateway.admin.queries import Id, Label, Limit
+from gateway.journey.guards import apart_of
 from gateway.journey.record import Record
 from gateway.journey.storing import answer_text, chunks_of
 from gateway.telemetry.measured_error import Certificate
@@ -88,7 +89,9 @@ async def try_prompt(parts: WorkerParts, body: models.TryIn, operator: Acting) -
     team = await parts.accounts.team(body.team_id)
     await parts.shows_texts(operator, f"what is near a prompt, of the team {team.name}")
     chat = {"model": body.model, "messages": [{"role": "user", "content": body.prompt}]}
-    request = fingerprint(chat, parts.partition_of(body.team_id))
+    alias = parts.fleet.aliases.get(parts.fleet.configured(body.model))
+    apart = apart_of(parts.settings, alias, team) if alias is not None else None
+    request = fingerprint(chat, parts.partition_of(body.team_id), apart=apart)
     entry = (await parts.exact.lookup(request)).entry
     bound = parts.truth.bounds.bound(team, body.model, None)
     outcome: dict[str, Any] = {"decision": "miss", "reason": "not_eligible"}

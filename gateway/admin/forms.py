@@ -173,6 +173,8 @@ async def _team(post: _Post) -> Mapping[str, Any]:
         "semantic_error_max": _share(fields.get("semantic_error_max_percent")),
         "verify": fields.get("verify") or None,
         "time_zone": fields.get("time_zone", ""),
+        "regions": fields.get("regions", "").replace(",", " ").split() or None,
+        **{name: _whole(fields.get(name), _LABELS[name]) for name in ("retention_days_max", "store_s_max")},
         **_rates(fields),
     }
 
@@ -266,6 +268,9 @@ _LABELS = {
     "tokens_per_min": "Tokens per minute",
     "semantic_error_max": "Wrong semantic hits at most",
     "verify": "The verifier is asked",
+    "regions": "Regions",
+    "retention_days_max": "Days kept by providers, at most",
+    "store_s_max": "Seconds kept here, at most",
     "limit_microusd": "Limit",
     "window": "Window",
     "expires_at_s": "Expires in",

@@ -19,7 +19,7 @@ from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
 from gateway.accounts.ledger import COLUMNS
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Claim, Hedged, Rejection, Seam
-from gateway.journey.record import FIELDS, Record, Stage
+from gateway.journey.record import FIELDS, GuardCall, Record, Stage
 from gateway.learning.reports import ReportOutcome
 from gateway.telemetry.hosts import Host
 from gateway.telemetry.parts import GatewayPart
@@ -45,6 +45,12 @@ _Models = Annotated[tuple[_Name, ...], Strict(False)]  # JSON's arrays are lists
 _Rate = Annotated[int, Field(ge=1, le=RATE_MAX, description="null: no limit"), _Whole]
 _ErrorMax = Annotated[float, Field(ge=0, le=1, description="null: the gateway's own bound")]
 _Verify = Annotated[Verify, Strict(False), Field(description="null: the gateway's own mode")]
+_Regions = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")], ...],
+    Strict(False),
+    Field(min_length=1, max_length=50),
+]
+_Bound = Annotated[int, Field(ge=0, le=RATE_MAX, description="null: no bound"), _Whole]
 _Limit = Annotated[int, Field(ge=0, le=MICROUSD_MAX), _Whole]
 
 
@@ -140,6 +146,9 @@ class TeamIn(_In):
     is_semantic_enabled: bool = True
     is_store_enabled: bool = Field(True, description="responses are kept where a request asks for it")
     time_zone: str = Field("", max_length=64, description="of its budgets' days, weeks and months; empty: UTC")
+    regions: _Regions | None = Field(None, description="of deployments that may get its requests; null: all")
+    retention_days_max: _Bound | None = None
+    store_s_max: _Bound | None = None
 
 
 class NewTeamIn(TeamIn):
@@ -349,6 +358,9 @@ class TeamOut(_Out):
     is_semantic_enabled: bool
     is_store_enabled: bool
     time_zone: str
+    regions: list[str] | None
+    retention_days_max: int | None
+    store_s_max: int | None
     keys: list[KeyOut] = []
     budgets: list[BudgetOut] = []
     stored: StoredOut | None = Field(None, description="of one team alone; null in a list")
@@ -451,6 +463,7 @@ _Rejection = Annotated[Rejection, _Flat("RejectionOut")]
 _Attempt = Annotated[Attempt, _Flat("AttemptOut", without=("is_refusal", "is_denial"))]
 _Stage = Annotated[Stage, _Flat("StageOut", without=("attempt",))]
 _Seam = Annotated[Seam, _Flat("SeamOut")]
+_GuardCall = Annotated[GuardCall, _Flat("GuardCallOut")]
 _Claim = Annotated[Claim, _Flat("ClaimOut")]
 _Hedge = Annotated[Hedged, _Flat("HedgeOut")]
 _Route = Annotated[
@@ -472,6 +485,7 @@ taken) or `failed` (any other 5xx, and a 424).""",
         hedge=_Hedge | None,
         seams=list[_Seam],
         claims=list[_Claim],
+        guards=list[_GuardCall],
         stages=list[_Stage],
     ),
 ]

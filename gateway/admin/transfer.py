@@ -26,6 +26,7 @@ from gateway.admin import models
 from gateway.admin.guard import Acting
 from gateway.admin.parts import AdminParts, WorkerParts
 from gateway.admin.queries import Id
+from gateway.journey.guards import apart_of
 from gateway.journey.turn import arrive, read_turn
 from gateway.loggers import get_logger
 from gateway.wire.chunks import unfold
@@ -142,7 +143,8 @@ class _Import:
         alias = self._parts.fleet.alias(turn.alias)
         alias.check(turn.body, turn.demand, turn.kind)
         partition, controls = self._parts.partition_of(team.id), turn.controls
-        print_ = fingerprint(turn.body, partition, controls.namespace, settings.cache.key_fields)
+        apart = apart_of(settings, alias, team)
+        print_ = fingerprint(turn.body, partition, controls.namespace, settings.cache.key_fields, apart)
         whole = _whole(line, alias.name, print_.id)
         said = blake2b(msgspec.json.encode(line.answer or line.response, order="sorted"), digest_size=16).hexdigest()
         labels: dict[str, str | int] = {"model": alias.name, CURATED: said, REQUEST: given.decode()}

@@ -6,16 +6,11 @@ redirects are not followed; every delivery ends within `timeout_s`; no error nam
 query, which may hold a token.
 """
 
-import base64
-import hashlib
-import hmac
-
-from gateway.transport.fetch import Fetcher
+from gateway.transport.fetch import Fetcher, signed
 from gateway.transport.http_client import TransportError
 from policies.durations import duration_s
 
 _TIMEOUT_S = 10.0
-_ENCODED = "whsec_"
 
 
 class DeliveryFailed(Exception):
@@ -31,7 +26,7 @@ class Webhook:
 
     def __init__(self, url: str, secret: str, timeout_s: float = _TIMEOUT_S) -> None:
         self._url = url
-        self._key = key_of(secret)
+        self._secret = secret
         self._timeout_s = timeout_s
         self._fetcher = Fetcher(timeout_s)
 
@@ -40,12 +35,7 @@ class Webhook:
 
         Any 2xx is a delivery. Raises DeliveryFailed.
         """
-        fields = {
-            "Content-Type": "application/json",
-            "webhook-id": message_id,
-            "webhook-timestamp": str(int(at_s)),
-            "webhook-signature": signature(self._key, message_id, int(at_s), body),
-        }
+        fields = {"Content-Type": "application/json", **signed(self._secret, message_id, int(at_s), body)}
         try:
             status = await self._fetcher.status(self._url, fields, body)
         except TimeoutError:
@@ -59,15 +49,3 @@ class Webhook:
     def aclose(self) -> None:
         """Close the connections."""
         self._fetcher.aclose()
-
-
-def key_of(secret: str) -> bytes:
-    """The key of a secret: decoded from base64 after `whsec_`, else the text's bytes."""
-    is_encoded = secret.startswith(_ENCODED)
-    return base64.b64decode(secret.removeprefix(_ENCODED), validate=True) if is_encoded else secret.encode()
-
-
-def signature(key: bytes, message_id: str, at_s: int, body: bytes) -> str:
-    """The value of `webhook-signature`."""
-    signed = f"{message_id}.{at_s}.".encode() + body
-    return "v1," + base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()

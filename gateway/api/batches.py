@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from gateway.api.endpoint import Call, ObjectEndpoint, after_of, limit_of, listed
 from gateway.batches.batches import Batches
-from gateway.batches.files import EXPIRES_S
+from gateway.batches.files import EXPIRES_S, kept_s_of
 from gateway.batches.lines import v1_of
 from gateway.batches.work import ENDPOINTS
 from gateway.pipeline import Pipeline
@@ -78,7 +78,7 @@ class BatchesEndpoint(ObjectEndpoint):
                 code="invalid_value",
             )
         expiry, key = request.output_expires_after, call.identity.key
-        kept_s = None if expiry is None else expiry.seconds
+        kept_s = kept_s_of(call.identity.team, self._batches.files.settings, None if expiry is None else expiry.seconds)
         batch = await self._batches.create(
             key.team_id, key.id, request.endpoint, request.input_file_id, request.metadata, kept_s
         )

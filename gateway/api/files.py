@@ -15,7 +15,7 @@ from typing import Any
 
 from gateway.api.endpoint import Call, ObjectEndpoint, after_of, limit_of, listed, one_of, page_of
 from gateway.api.messages import InAnthropicsShape
-from gateway.batches.files import PURPOSES, File, Files, check_expiry, check_purpose, key_of, storage_error
+from gateway.batches.files import PURPOSES, File, Files, check_expiry, check_purpose, kept_s_of, key_of, storage_error
 from gateway.pipeline import Pipeline
 from gateway.transport.http_server import WHEN_GONE
 from gateway.wire.errors import BadRequest
@@ -76,6 +76,7 @@ class FilesEndpoint(ObjectEndpoint):
         # what surrounds the file in the body is no part of it
         is_size = announced.isascii() and announced.isdecimal() and len(announced) < 16
         bytes_max = max(1, int(announced) - 2 * len(boundary)) if is_size else None
+        kept_s_of(call.identity.team, self._files.settings)
         upload = await self._files.begin(call.identity.team.id, bytes_max)
         try:
             form, file = Form(boundary, _FIELD_BYTES_MAX), None
@@ -94,7 +95,8 @@ class FilesEndpoint(ObjectEndpoint):
             if file is None:
                 raise _missing()
             purpose, expires_after_s = check_purpose(fields.get("purpose", self.purpose)), _expires_after(fields)
-            return await upload.keep(purpose, file.filename or "", expires_after_s)
+            kept_s = kept_s_of(call.identity.team, self._files.settings, expires_after_s)
+            return await upload.keep(purpose, file.filename or "", kept_s)
         except BaseException:
             await upload.drop()
             raise

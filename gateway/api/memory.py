@@ -58,7 +58,9 @@ class Memory:
         """Whether a response of `team` is kept; `is_wanted` is the request's `store` (OpenAI's
         default: true).
         """
-        return is_wanted is not False and self._settings.responses.store and team.is_store_enabled
+        responses = self._settings.responses
+        is_allowed = team.is_store_enabled and team.kept_s(responses.retention_s) == responses.retention_s
+        return is_wanted is not False and responses.store and is_allowed
 
     # -- conversations
 

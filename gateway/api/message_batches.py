@@ -19,7 +19,7 @@ from msgspec import Meta
 from gateway.api.endpoint import Call, ObjectEndpoint, after_of, limit_of, page_of
 from gateway.api.messages import InAnthropicsShape
 from gateway.batches.batches import Batch, Batches
-from gateway.batches.files import INPUT, LIVE, key_of, storage_error
+from gateway.batches.files import INPUT, LIVE, kept_s_of, key_of, storage_error
 from gateway.batches.lines import CANCELLED, EXPIRED
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import ApiError, BadRequest, InUse, NotFound, shown
@@ -96,17 +96,17 @@ class MessageBatches(InAnthropicsShape, ObjectEndpoint):
             msgspec.json.encode({"custom_id": sent.custom_id, "method": "POST", "url": _MESSAGES, "body": sent.params})
             for sent in request.requests
         ]
-        key = call.identity.key
+        key, kept_s = call.identity.key, kept_s_of(call.identity.team, self._files.settings)
         upload = await self._files.begin(key.team_id, sum(map(len, lines)) + len(lines))
         try:
             for line in lines:
                 await upload.write(line + b"\n")
-            file = await upload.keep(INPUT, _INPUT_NAME)
+            file = await upload.keep(INPUT, _INPUT_NAME, kept_s)
         except BaseException:
             await upload.drop()
             raise
         try:
-            batch = await self._batches.create(key.team_id, key.id, _MESSAGES, file.id, None, None, len(lines))
+            batch = await self._batches.create(key.team_id, key.id, _MESSAGES, file.id, None, kept_s, len(lines))
         except ApiError:
             await self._files.delete(key.team_id, file.id)
             raise

@@ -195,7 +195,7 @@ class CountTokens(InAnthropicsShape, ObjectEndpoint):
         chat, _ = _translated(convert(bare := _bare(body), PromptRequest), bare, native)
         alias = self.alias(call, request.model)
         for deployment in alias.deployments.values():
-            is_up = not deployment.absence
+            is_up = not deployment.absence and self._pipeline.guards.may_send(call.identity.team, alias, deployment)
             if native is not None and is_up and isinstance(deployment.backend, AnthropicBackend):
                 name = deployment.model if alias.is_pattern else ""
                 with contextlib.suppress(BackendError, KeyError):  # the estimate needs no server

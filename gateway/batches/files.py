@@ -25,12 +25,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.accounts import schema
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.holdings import Holdings, OverQuota
+from gateway.accounts.teams import Team
 from gateway.loggers import get_logger
 from gateway.settings import BatchSettings
 from gateway.transport.contents import Contents, Writing
 from gateway.wire.errors import (
     ApiError,
     BadRequest,
+    Forbidden,
     InUse,
     NotFound,
     StorageFull,
@@ -433,6 +435,17 @@ def check_purpose(purpose: str) -> str:
             code="invalid_value" if purpose else "missing_required_parameter",
         )
     return purpose
+
+
+def kept_s_of(team: Team, settings: BatchSettings, expires_after_s: int | None = None) -> int:
+    """The seconds that a file of `team` is kept. Raises Forbidden where it keeps none."""
+    kept_s = team.kept_s(expires_after_s or settings.kept_days * _DAY_S)
+    if not kept_s:
+        raise Forbidden(
+            "Nothing of this team's is kept here, by its `store_s_max` of 0: send the requests one by one",
+            code="storing_is_off",
+        )
+    return kept_s
 
 
 def check_expiry(anchor: str | None, seconds: int | None) -> int:

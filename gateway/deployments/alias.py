@@ -326,6 +326,8 @@ def no_route(route: Route, prompt: str, length: str) -> ApiError:
             return DeadlineExceeded(sentence(route.refusal))
         case Cause.LIMIT:
             return Unavailable(sentence(route.refusal), code="no_deployment_within_limits")
+        case Cause.RESIDENCY:
+            return Forbidden(sentence(route.refusal), code="residency_not_allowed")
         case Cause.FULL:
             return DeploymentFull(f"{sentence(route.refusal)}: try again later")
         case Cause.DENIED:

@@ -229,6 +229,9 @@ class Deployment(Facts):
             allowed=self.allowed,
             prefill_ms_per_token=figures.prefill_ms_per_token,
             batch_factor=self.batch_factor,
+            region=self.settings.region,
+            retention_days=self.settings.retention_days,
+            is_local=self.settings.backend == "local",
         )
         return candidate if self.backlog is None else _behind(candidate, self.backlog, figures, prompt_tokens)
 

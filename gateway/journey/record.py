@@ -17,6 +17,18 @@ from gateway.journey.turn import Ended
 from policies import Usage
 
 
+class GuardCall(msgspec.Struct, frozen=True):
+    """A guard's look at the texts of a request, or at those of its answer if it `is_after`.
+
+    `verdict` is allowed, replaced, refused or failed.
+    """
+
+    name: str
+    is_after: bool
+    verdict: str
+    duration_ms: float
+
+
 class RequestFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who asked for what, and when."""
 
@@ -33,6 +45,7 @@ class RequestFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str = msgspec.field(default="", name="asked")
     is_stream: bool = False
     loop: str = ""  # that it is part of: repeated_tool_calls | repeated_requests
+    guards: tuple[GuardCall, ...] = ()
     # as in rows of the ledger
     user: str = ""
     session: str = ""
@@ -102,7 +115,7 @@ class Times(msgspec.Struct, frozen=True, omit_defaults=True):
     saved_ms: float = 0.0  # the time of a hit's generation, less that of the hit
     # of its stages, each of which begins where the one before ends; `stages_of` has all
     received_ms: float = 0.0  # before the start, from the arrival until the body was read
-    exact_ms: float = 0.0  # limits and the exact lookup
+    exact_ms: float = 0.0  # guards, limits and the exact lookup
     semantic_ms: float = 0.0  # the semantic lookup, with its verifier
     reserve_ms: float = 0.0
     record_ms: float = 0.0  # after the end: settling and storing
@@ -147,7 +160,13 @@ def stages_of(record: Record) -> list[Stage]:
     if times.received_ms:
         stages.append(Stage("receive", -times.received_ms, times.received_ms))
     is_at_once = cache.source in ("exact", "semantic") and not times.exact_ms
-    add("exact lookup", times.ttft_ms if is_at_once else times.exact_ms)
+    before_ms, after_ms = (
+        sum([look.duration_ms for look in record.request.guards if look.is_after is is_after])
+        for is_after in (False, True)
+    )
+    add("guard", before_ms)
+    looked_up_ms = times.ttft_ms if is_at_once else times.exact_ms
+    add("exact lookup", None if looked_up_ms is None else looked_up_ms - before_ms - (after_ms if is_at_once else 0.0))
     if cache.source == "coalesced" and times.ttft_ms is not None:
         add("shared answer", times.ttft_ms - at_ms)
     elif cache.awaited:
@@ -158,6 +177,8 @@ def stages_of(record: Record) -> list[Stage]:
     add("reserve", times.reserve_ms)
     add("queue", answer.queued_ms)
     stages += [Stage(one.name, one.at_ms, one.duration_ms, one) for one in answer.attempts]
+    if after_ms:
+        stages.append(Stage("guard", max(at_ms, times.duration_ms - after_ms), after_ms))
     if times.record_ms:
         stages.append(Stage("record", times.duration_ms, times.record_ms))
     return stages

@@ -138,7 +138,8 @@ class RecordedAnswers:
         """
         generation, cache = flight.generation, self._settings
         looked, answered = generation.looked, generation.answered
-        if not answered.progress.has_begun:
+        is_refused = answered.progress.is_complete and not flight.chunks  # by a guard
+        if is_refused or not answered.progress.has_begun:
             return Stored(spent)
         is_findable = not looked.no_lookup_reason
         outcome = _outcome_of(generation, is_servable=cache.is_exact or is_findable)
@@ -146,6 +147,8 @@ class RecordedAnswers:
         if moves(looked.fingerprint.text or ""):
             outcome = replace(outcome, moves=not cache.moving_ttl_s)
             ttl_s, stale_s = min(ttl_s, cache.moving_ttl_s), 0
+        ttl_s = generation.identity.team.kept_s(ttl_s)
+        stale_s = generation.identity.team.kept_s(ttl_s + stale_s) - ttl_s
         refusal = store_refusal(outcome, generation.turn.controls, cache.entry_bytes_max)
         if refusal is Refusal.TRUNCATED:
             self._semantic.cut(looked.fingerprint.compat)

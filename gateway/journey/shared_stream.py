@@ -31,6 +31,7 @@ class SharedStream(msgspec.Struct, eq=False):
     first_at: float | None = None  # the first chunks' arrival, by time.perf_counter
     error: BaseException | None = None
     is_done: bool = False
+    is_held: bool = False  # no reader gets a chunk before the end, and none of an answer that failed
     _caught_up: asyncio.Future[None] | None = None
     _readers: "list[Reader]" = []
     sleepers: list[asyncio.Future[bool]] = []
@@ -55,7 +56,7 @@ class SharedStream(msgspec.Struct, eq=False):
         A client that gets the answer whole needs all of it.
         """
         is_behind = self.size_bytes - self.taken_bytes > BEHIND_BYTES_MAX
-        if not is_behind or not self._readers or not all(reader.is_stream for reader in self._readers):
+        if not is_behind or self.is_held or not self._readers or not all(reader.is_stream for reader in self._readers):
             return None
         self._caught_up = asyncio.get_running_loop().create_future()
         return self._caught_up
@@ -94,6 +95,9 @@ class SharedStream(msgspec.Struct, eq=False):
         if not self.is_done:
             self.is_done = True
             self.error = error
+            if self.is_held and error is not None:
+                self.chunks = []
+            self.is_held = False
             self._wake()
 
     def join(self, reader: "Reader") -> None:
@@ -154,7 +158,7 @@ class Reader(msgspec.Struct, eq=False):
 
     async def ready(self) -> None:
         """Wait until the first chunk exists. Raises the stream's error if it failed before that."""
-        while not self._stream.chunks and not self._stream.is_done:
+        while (not self._stream.chunks or self._stream.is_held) and not self._stream.is_done:
             await self._sleep()
         if not self._stream.chunks and self._stream.error is not None:
             raise fresh(self._stream.error)

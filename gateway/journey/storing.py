@@ -64,7 +64,7 @@ def chunks_of(entry: Entry) -> list[Chunk]:
     if entry.labels.get("has_usage_chunk") and chunks:
         chunks[-1] = Chunk(data=chunks[-1].data, is_usage_only=True)
     if (media := entry.labels.get("media")) and chunks:
-        chunks[0] = Chunk(data=chunks[0].data, count=chunks[0].count, media=str(media))
+        chunks[0] = replace(chunks[0], media=str(media))
     return chunks
 
 

@@ -272,7 +272,8 @@ def pause_before_retry(failure: BackendError, attempts: int) -> float | None:
 
 
 _FALLS_BACK = frozenset(
-    f"context_length_exceeded {OUTPUT_TOO_LONG} no_deployment_available no_deployment_within_limits deployment_full".split()
+    f"""context_length_exceeded {OUTPUT_TOO_LONG} no_deployment_available no_deployment_within_limits
+    deployment_full residency_not_allowed""".split()
 )
 
 

@@ -136,6 +136,7 @@ class Turn(msgspec.Struct, frozen=True):
     marked: dict[str, Any] | None = None
     upload: FormFiles | None = None
     passage: Passage | None = None
+    is_guarded: bool = False  # guards have seen it: its texts are those that they left
     booked: dict[str, str] | None = None  # of a request of the gateway's own: the labels of the one that it is about
 
     @property

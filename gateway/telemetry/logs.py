@@ -173,6 +173,8 @@ def _flatten(record: Record, level: str) -> dict[str, Any]:
     del fields["at_s"]  # it is the timestamp
     if answer.rejected:
         fields["rejected"] = [f"{rejection.name}: {rejection.reason}" for rejection in answer.rejected]
+    if record.request.guards:
+        fields["guards"] = [f"{g.name}: {g.verdict} ({g.duration_ms:.0f} ms)" for g in record.request.guards]
     if answer.attempts:
         fields["attempts"] = [f"{a.name}: {a.outcome} ({a.duration_ms:.0f} ms)" for a in answer.attempts]
     if answer.fallbacks:
@@ -272,6 +274,7 @@ _PRETTY_REST = (
     "asked",
     "refusal",
     "loop",
+    "guards",
     "miss_reason",
     "similarity",
     "store",

@@ -194,6 +194,12 @@ LOOPS = _counter(
     "refused.",
     "model loop outcome",
 )
+GUARD_CALLS = _counter(
+    "sameway_guard_calls_total",
+    "Looks of guards at texts: stage is before or after, outcome allowed, replaced, refused or failed.",
+    "guard stage outcome",
+)
+GUARD_TIME = _counter("sameway_guard_seconds_total", "Time that requests waited for guards.", "guard")
 WRONG_KEYS = _counter(
     "sameway_wrong_keys_total",
     "Keys refused at login, admin_api, metrics or readyz: wrong, or not_read after too many wrong ones.",

@@ -139,6 +139,9 @@ class Metrics:
             self.add(
                 names.LOOPS, 1, request.alias, request.loop, "refused" if ended.error == request.loop else "marked"
             )
+        for look in request.guards:
+            self.add(names.GUARD_CALLS, 1, look.name, "after" if look.is_after else "before", look.verdict)
+            self.add(names.GUARD_TIME, look.duration_ms / 1e3, look.name)
         if cache.awaited:
             self.add(names.AWAITED, 1, request.alias, cache.awaited)
             self.add(names.AWAITED_TIME, cache.awaited_ms / 1e3, request.alias)

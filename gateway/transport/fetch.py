@@ -5,6 +5,9 @@ not over in time is closed.
 """
 
 import asyncio
+import base64
+import hashlib
+import hmac
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
@@ -12,13 +15,18 @@ from gateway.transport.http_client import Exchange, NotHTTP
 from gateway.transport.http_pool import Origin, Pool, proxy_authorization, proxy_of
 
 ANSWER_BYTES_MAX = 256 << 10
+_ENCODED = "whsec_"
 
 
 class Fetcher:
-    """Keeps connections to the origins that it fetched from. A fetch takes at most `timeout_s`."""
+    """Keeps connections to the origins that it fetched from, `idle_max` idle ones each. A fetch takes at most
+    `timeout_s`; an answer has at most `bytes_max`.
+    """
 
-    def __init__(self, timeout_s: float = 10.0) -> None:
+    def __init__(self, timeout_s: float = 10.0, idle_max: int = 1, bytes_max: int = ANSWER_BYTES_MAX) -> None:
         self._timeout_s = timeout_s
+        self._idle_max = idle_max
+        self._bytes_max = bytes_max
         self._pools: dict[Origin, Pool] = {}
 
     def aclose(self) -> None:
@@ -41,8 +49,8 @@ class Fetcher:
             try:
                 while data := await exchange.read():
                     answer += data
-                    if len(answer) > ANSWER_BYTES_MAX:
-                        raise NotHTTP(f"the answer has more than {ANSWER_BYTES_MAX} bytes")
+                    if len(answer) > self._bytes_max:
+                        raise NotHTTP(f"the answer has more than {self._bytes_max} bytes")
             finally:
                 exchange.close()
             return exchange.status, answer
@@ -55,13 +63,26 @@ class Fetcher:
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         exchange = Exchange(_head(origin, target, fields, body), body or b"")
         if origin not in self._pools:  # in a thread: it reads the machine's certificates
-            self._pools[origin] = await asyncio.to_thread(Pool, origin, self._timeout_s, 1)
+            self._pools[origin] = await asyncio.to_thread(Pool, origin, self._timeout_s, self._idle_max)
         try:
             await self._pools[origin].send(exchange)
         except BaseException:
             exchange.close()
             raise
         return exchange
+
+
+def signed(secret: str, message_id: str, at_s: int, body: bytes) -> dict[str, str]:
+    """The fields that sign `body` for the moment `at_s`, unix seconds, by Standard Webhooks 1.0.0
+    (https://github.com/standard-webhooks/standard-webhooks).
+
+    The key is decoded from base64 after `whsec_`, else it is the text's bytes.
+    """
+    is_encoded = secret.startswith(_ENCODED)
+    key = base64.b64decode(secret.removeprefix(_ENCODED), validate=True) if is_encoded else secret.encode()
+    digest = hmac.new(key, f"{message_id}.{at_s}.".encode() + body, hashlib.sha256).digest()
+    signature = f"v1,{base64.b64encode(digest).decode()}"
+    return {"webhook-id": message_id, "webhook-timestamp": str(at_s), "webhook-signature": signature}
 
 
 def _head(origin: Origin, target: str, fields: Mapping[str, str], body: bytes | None) -> bytes:

@@ -6,6 +6,7 @@
     │   ├── BeyondChat     400 no chat completion can express the request
     │   └── ThreadUnsupported 400 a conversation that the provider would keep
     ├── LoopRefused        400 the agent repeats itself
+    ├── GuardRefused       400 the company's guard refused its texts, or those of the answer
     ├── Unauthenticated    401
     ├── Forbidden          403 the key may not use this model
     ├── NotFound           404 an unknown model or route
@@ -253,6 +254,12 @@ def last_to_reset(errors: Iterable[ApiError]) -> ApiError | None:
 
 class LoopRefused(ClientError):
     """The request is part of a loop, which `loops.action` refuses."""
+
+
+class GuardRefused(ClientError):
+    """A guard refused the texts of a request or of its answer; the message is the guard's."""
+
+    code = "guard_refused"
 
 
 class NotCached(ClientError):
