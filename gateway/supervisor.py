@@ -211,7 +211,8 @@ class Supervisor:
         self._ready: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
-        """Run until SIGTERM or SIGINT; returns the exit status. SIGHUP reads the configuration again.
+        """Run until SIGTERM or SIGINT; returns the exit status. SIGHUP reads the configuration again, and ends
+        a gateway whose terminal was closed.
 
         Raises SettingsError if this host cannot serve.
         """
@@ -220,7 +221,9 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._begin(self.reload("SIGHUP")))
+        terminal, again = os.isatty(0), lambda: self._begin(self.reload("SIGHUP"))
+        # without its terminal it would serve on, with nobody to see it
+        loop.add_signal_handler(signal.SIGHUP, lambda: (stop.set if terminal and not os.isatty(0) else again)())
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._sole_user())
             reserved = stack.enter_context(self._reserve())
@@ -334,6 +337,8 @@ class Supervisor:
                     _log.error("reload_refused", why=why, reason="; ".join(lines))
                     await self._tell_all("refused", reason="; ".join(lines))
                 return {"error": "\n".join(lines)}
+            if not is_dry_run and (changes or is_file_read):
+                _log.info("reloaded", why=why, changes=changes)
             return {"changes": changes, "kept": _used(self._kept, self._base)}
 
     async def _reload(
@@ -378,7 +383,6 @@ class Supervisor:
                 if child.process is not None:
                     child.process.terminate()  # and it is started again
         self._begin(self._settle())
-        _log.info("reloaded", why=why, changes=changes)
         return changes
 
     async def _tell_all(self, act: str, **values: Any) -> dict[Child, str]:
@@ -605,6 +609,9 @@ def _how_it_ended(status: int) -> str:
 
 
 def _die_with_parent() -> None:
-    """Runs in the child before exec: SIGTERM when the supervisor ends (Linux, prctl(2))."""
+    """Runs in the child before exec: SIGTERM when the supervisor ends (Linux, prctl(2)), and no SIGHUP, which
+    is the supervisor's alone, also where it was sent to all processes of a service.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -21,7 +21,7 @@ from cache.fingerprint import FIELDS, FieldKind
 from cache.worker.options import WorkerOptions
 from gateway.app import create_app
 from gateway.cli import command_parser, main
-from gateway.settings import SECTIONS, EngineSettings, PriceSettings, Settings
+from gateway.settings import SECTIONS, DeploymentSettings, EngineSettings, PriceSettings, Settings
 from gateway.telemetry.metric_names import DEFINITIONS
 from gateway.version import VERSION
 from policies import Price
@@ -29,9 +29,16 @@ from tests.documents import DOCUMENTS, ROOT, admin_paths, generated, meanings_of
 from tests.golden.source import COLLECTORS, PACKAGES
 
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in DOCUMENTS}
-README, API, REASONS, OPERATIONS, CONFIGURATION = (
+README, API, REASONS, OPERATIONS, CONFIGURATION, LOG = (
     TEXTS[name]
-    for name in ("README.md", "docs/api.md", "docs/reasons.md", "docs/operations.md", "docs/configuration.md")
+    for name in (
+        "README.md",
+        "docs/api.md",
+        "docs/reasons.md",
+        "docs/operations.md",
+        "docs/configuration.md",
+        "docs/log.md",
+    )
 )
 DOCUMENT: dict[str, Any] = create_app(Settings()).openapi()
 PATHS, SCHEMAS = {**DOCUMENT["paths"], **admin_paths()}, DOCUMENT["components"]["schemas"]
@@ -191,9 +198,8 @@ def test_fields_outside_the_cache_key_are_documented() -> None:
 
 
 def test_every_log_event_is_documented() -> None:
-    """docs/operations.md has each event of a gateway worker, and each field of a request's line."""
-    text = OPERATIONS.partition("\nOther events:\n")
-    fields, events = set(_names(OPERATIONS, "## Log lines")), set(_names("\n# x\n" + text[2], "# x"))
+    """docs/log.md has each event of a gateway worker, and each field of a request's line."""
+    fields, events = set(_names(LOG, "## Requests")), set(_names(LOG, "## Other events"))
     logged = {line.split()[0] for line in COLLECTORS["log_events"]()} - {
         "stopping"
     }  # the cache worker's, in plain text
@@ -208,6 +214,19 @@ def test_every_alert_is_documented() -> None:
     assert [row[:2] for row in _cells(OPERATIONS, "## Metrics and alerts")] == [
         [f"`{rule['alert']}`", rule["labels"]["severity"]] for rule in rules
     ]
+
+
+def test_the_proxies_wait_for_the_longest_answer() -> None:
+    """nginx's lines in docs/operations.md and deploy/envoy.yaml wait longer than a deployment may take for a whole answer."""
+    envoy = (ROOT / "deploy/envoy.yaml").read_text()
+    assert yaml.safe_load(envoy)["static_resources"]["listeners"]
+    limits = re.findall(
+        r"(?:proxy_read_timeout|stream_idle_timeout:) (\d+)s",
+        OPERATIONS.partition("```nginx")[2].partition("```")[0] + envoy,
+    )
+    assert len(limits) == 2
+    longest_ms = DeploymentSettings.model_fields["whole_timeout_ms"].default
+    assert all(int(limit) * 1_000 > longest_ms for limit in limits)
 
 
 def test_readme_has_the_figures_of_the_benchmarks() -> None:

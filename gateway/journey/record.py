@@ -49,7 +49,7 @@ class RequestFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     changed: int = msgspec.field(default=0, name="placeholders_changed")  # that came back in another form
     unknown: int = msgspec.field(default=0, name="placeholders_unknown")  # in the answer, of no value of it
     guards: tuple[GuardCall, ...] = ()
-    # as in rows of the ledger; in no log
+    # as in rows of the ledger
     user: str = ""
     session: str = ""
     tags: str = ""
@@ -188,7 +188,7 @@ def stages_of(record: Record) -> list[Stage]:
 
 
 _PARTS: Mapping[str, type[msgspec.Struct]] = {part.name: part.type for part in msgspec.structs.fields(Record)}
-_UNRECORDED = ("units", "rounds", "user", "session", "tags")  # the cost has the first two, the ledger has the others
+_UNRECORDED = ("units", "rounds")  # the cost has them
 _FIELDS = [
     (part, field)
     for part, values in _PARTS.items()

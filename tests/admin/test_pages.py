@@ -323,6 +323,7 @@ async def test_a_request_says_where_its_time_and_money_went(world: World, browse
     said = {"verifier": "small", "verdict": "no", "verify_ms": 50.0}
     attempts = (Attempt("small@api", "ok", 200.0, at_ms=120.0, ttft_ms=80.0),)
     asked = {"deployment": "small@api", "prompt_tokens": 1_000, "completion_tokens": 500, "miss_reason": "unsure"}
+    asked |= {"user": "<b>ann", "session": "s1", "tags": '{"app":"web"}'}
     world.stats.add(miss(request_id="req_slow", attempts=attempts, duration_ms=320.0, **times, **said, **asked))
     await world.stats.flush()
     (route,) = (await browser.get("/admin/api/routes")).json()["routes"]
@@ -336,7 +337,14 @@ async def test_a_request_says_where_its_time_and_money_went(world: World, browse
         ("small@api", 120.0, 200.0),
     ]
     page = (await browser.get("/admin/requests")).text
-    for words in ("semantic lookup", "55 ms", "a verifier settles it", "of which 1,000 make", "of which 500 make"):
+    for words in (
+        "semantic lookup",
+        "55 ms",
+        "a verifier settles it",
+        "of which 1,000 make",
+        "of which 500 make",
+        "user &lt;b&gt;ann",
+    ):
         assert words in page
 
 

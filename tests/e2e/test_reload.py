@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -145,10 +147,18 @@ def test_a_wrong_file_changes_nothing_and_is_told(changing: Changing) -> None:
 
 
 def test_every_way_to_reload_has_its_answer(changing: Changing) -> None:
-    """SIGHUP ends nothing; the command and the admin API tell what has changed, also where a restart is needed."""
+    """SIGHUP ends no process and is logged; the command and the admin API tell what has changed, also where a restart is
+    needed.
+    """
     changing.takes()
     assert changing.gateway.process is not None
-    changing.gateway.process.send_signal(signal.SIGHUP)
+    children = changing.gateway.children("")
+    for process in (*children, changing.gateway.process):
+        process.send_signal(signal.SIGHUP)
+    wait_for(
+        lambda: any('"SIGHUP"' in line for line in changing.gateway.log.read_text().splitlines() if "reloaded" in line)
+    )
+    assert changing.gateway.children("") == children
     told = changing.command()
     assert (told.returncode, told.stdout) == (0, "Nothing has changed.\n"), told.stderr
     assert changing.gateway.admin("POST", "/config/reload")["changes"] == {}
@@ -163,6 +173,27 @@ def test_every_way_to_reload_has_its_answer(changing: Changing) -> None:
     assert "redis_timeout_ms" in error.value.response.text
     changing.takes()
     assert changing.asks("mock") == 200
+
+
+@pytest.mark.long
+def test_a_closed_terminal_ends_its_gateway(changing: Changing, tmp_path: Path) -> None:
+    """SIGHUP of a terminal that is gone stops the gateway that ran in it."""
+    child, terminal = pty.fork()
+    if not child:
+        argv = [sys.executable, "-m", "gateway", "serve", "--config", str(changing.file), "--data-dir", str(tmp_path)]
+        os.execv(sys.executable, [*argv, "--port", "0"])
+    shown = b""
+    while b"base_url" not in shown:
+        shown += os.read(terminal, 4096)
+    os.close(terminal)
+    ended = 0
+    deadline = time.monotonic() + 60
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.1)
+        ended, _ = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    assert ended == child
 
 
 def test_a_setting_that_changes_counts_at_once(changing: Changing) -> None:

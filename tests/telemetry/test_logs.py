@@ -49,7 +49,15 @@ def test_a_request_is_one_flat_json_line() -> None:
     stream = io.BytesIO()
     log = logs.configure(Settings(log_format="json"), stream)
     attempts = (Attempt("gpt", "timed out", 5_000.4), Attempt("local", "ok", 80.0))
-    log.emit(miss(rejected=(Rejection("tiny", "no tools"),), attempts=attempts, why="cheapest of 2"))
+    log.emit(
+        miss(
+            rejected=(Rejection("tiny", "no tools"),),
+            attempts=attempts,
+            why="cheapest of 2",
+            user="ann",
+            tags='{"app":"web"}',
+        )
+    )
     (line,) = lines(stream)
     assert line["event"] == "request"
     assert line["level"] == "info"
@@ -58,7 +66,7 @@ def test_a_request_is_one_flat_json_line() -> None:
     assert line["cost_microusd"] == 120
     assert line["rejected"] == ["tiny: no tools"]
     assert line["attempts"] == ["gpt: timed out (5000 ms)", "local: ok (80 ms)"]
-    assert line["why"] == "cheapest of 2"
+    assert (line["why"], line["user"], line["tags"]) == ("cheapest of 2", "ann", '{"app":"web"}')
     assert not any(isinstance(value, dict) for value in line.values())
 
 
