@@ -59,6 +59,7 @@ from gateway.api.models import Models
 from gateway.api.openapi import PATHS, routes_of
 from gateway.api.responses import InputTokens, Responses
 from gateway.api.stored_responses import ConversationsEndpoint, StoredResponses
+from gateway.api.telemetry import Telemetry
 from gateway.backends.base import (
     BackendBroken,
     BackendError,
@@ -1170,6 +1171,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
         **dict.fromkeys(routes_of("/v1/conversations", conversations), conversations),
         "/v1/messages": Messages(pipeline, settings.body_bytes_max),
         "/v1/messages/count_tokens": CountTokens(pipeline),
+        "/v1/metrics": Telemetry(pipeline),
         "/v1/models": (listed := Models(settings, pipeline, 0.0)),
         "/v1/models/*": listed,
     }

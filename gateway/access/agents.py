@@ -4,12 +4,13 @@ Sources: RFC 8628 (device grant), RFC 9700 section 4.14.2 (rotation of refresh t
 (revocation). No HTTP. A sign-in is a session under the mark `agent`, and its tokens are JWTs that name
 the session. Codes that wait are in Redis:
 
-    sameway:{device}:asked:CODE      string    until the person decides
-    sameway:{device}:decided:CODE    string    the decision, until the client asks for it
+    sameway:{device}:asked:CODE      string    who asks, until the person decides
+    sameway:{device}:decided:DIGEST  string    the session, or empty, until the client asks; of the device code
     sameway:{device}:polled:CODE     string    while another question comes too soon
     sameway:{device}:from:NETWORK    counter   codes that a network asked for in a minute
 
-Invariants: a device code gives tokens once; a refresh token is exchanged once, and ends the sign-in if
+Invariants: the device code alone, all of it, gives tokens, and once; the session begins with the decision,
+so that what ends the person's sessions ends one whose client has not come yet; a refresh token is exchanged once, and ends the sign-in if
 it comes again after `_RACE_S`; who ends the session ends its tokens within `CHECK_S`.
 """
 
@@ -35,6 +36,27 @@ _BEGUN_MAX = 100  # codes a minute of one network
 _LETTERS = "BCDFGHJKLMNPQRSTVWXZ"  # RFC 8628 section 6.1
 _USER_CODE_CHARS = 8
 _log = get_logger()
+
+# KEYS codes asked for, by the network; answers how many. ARGV seconds.
+_COUNT = """
+local count = redis.call('INCR', KEYS[1])
+if count == 1 then redis.call('EXPIRE', KEYS[1], ARGV[1]) end
+return count
+"""
+# KEYS asked, decided. ARGV the decision, seconds. Answers 1; 0 where the code does not wait any more.
+_DECIDE = """
+if redis.call('DEL', KEYS[1]) == 0 then return 0 end
+redis.call('SET', KEYS[2], ARGV[1], 'EX', ARGV[2])
+return 1
+"""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A code that waits: the SHA-256 of its device code, the address that asked, and when (unix seconds)."""
+
+    device: str
+    client: str
+    at_s: float
 
 
 class GrantRefused(Exception):
@@ -67,44 +89,58 @@ class Agents:
 
     # -- the device authorization grant
 
-    async def begin(self, network: str) -> tuple[str, str]:
-        """A device code and its user code. Raises GrantRefused after too many of a network; RedisError."""
-        counter = _key("from", network)
-        await self._redis.execute_command("SET", counter, 0, "EX", 60, "NX")
-        if await self._redis.execute_command("INCR", counter) > _BEGUN_MAX:
+    async def begin(self, client: str, network: str) -> tuple[str, str]:
+        """A device code and its user code for a `client`, an address. Raises GrantRefused after too many of its
+        network; RedisError.
+        """
+        if await self._redis.eval(_COUNT, 1, _key("from", network), 60) > _BEGUN_MAX:
             raise GrantRefused("slow_down", "too many sign-ins began at your network: wait a minute", 429)
         code = secrets.token_urlsafe(32)
         user_code = self._user_code(code)
-        await self._redis.execute_command("SET", _key("asked", user_code), 1, "EX", CODE_S)
+        asked = msgspec.json.encode(Asked(_digest(code), client, self._clock()))
+        await self._redis.execute_command("SET", _key("asked", user_code), asked, "EX", CODE_S)
         return code, f"{user_code[:4]}-{user_code[4:]}"
+
+    async def asked(self, user_code: str) -> Asked | None:
+        """Who waits with a code; None where none does. Raises RedisError."""
+        found = await self._redis.execute_command("GET", _key("asked", plain(user_code)))
+        return None if found is None else msgspec.json.decode(found, type=Asked)
 
     async def decide(self, user_code: str, person: Mapping[str, Any] | None) -> bool:
         """Let the client of a code in as `person`, facts of a `Session`, or deny it; False where none waits.
 
         Raises RedisError.
         """
-        code = plain(user_code)
-        if await self._redis.execute_command("GETDEL", _key("asked", code)) is None:
+        if (asked := await self.asked(user_code)) is None:
             return False
-        facts = msgspec.json.encode(person)
-        await self._redis.execute_command("SET", _key("decided", code), facts, "EX", CODE_S)
-        return True
+        sign_in = ""
+        if person is not None:
+            sign_in = await self._sessions.start(self._mark("agent"), SIGN_IN_S, client=asked.client, **person)
+        keys = _key("asked", plain(user_code)), _key("decided", asked.device)
+        is_first = bool(await self._redis.eval(_DECIDE, 2, *keys, sign_in, CODE_S))
+        if not is_first:
+            await self._sessions.end(sign_in)
+        return is_first
 
     async def poll(self, device_code: str) -> dict[str, Any]:
         """The first tokens of a code that a person allowed. Raises GrantRefused, RedisError."""
-        code = self._user_code(device_code)
-        decided = await self._redis.execute_command("GETDEL", _key("decided", code))
+        device = _digest(device_code)
+        decided = await self._redis.execute_command("GETDEL", _key("decided", device))
         if decided is None:
-            if not await self._redis.execute_command("EXISTS", _key("asked", code)):
+            code = self._user_code(device_code)
+            asked = await self.asked(code)
+            if asked is None or asked.device != device:
                 raise GrantRefused("expired_token", "the code is unknown, was used, or is over ten minutes old")
             pause_ms = (INTERVAL_S - 1) * 1000  # of less than the interval, since clocks and networks vary
             if not await self._redis.execute_command("SET", _key("polled", code), 1, "PX", pause_ms, "NX"):
                 raise GrantRefused("slow_down", f"ask every {INTERVAL_S} seconds")
             raise GrantRefused("authorization_pending")
-        person = msgspec.json.decode(decided)
-        if person is None:
+        if not decided:
             raise GrantRefused("access_denied", "the person denied the sign-in")
-        return self._tokens(await self._sessions.start(self._mark("agent"), SIGN_IN_S, **person))
+        sign_in = decided.decode()
+        if await self._sessions.find(sign_in, [self._mark("agent")]) is None:
+            raise GrantRefused("access_denied", "the sign-in has ended: sign in again")
+        return self._tokens(sign_in)
 
     def _user_code(self, device_code: str) -> str:
         digest = hmac.new(self._mark("device"), device_code.encode(errors="replace"), hashlib.sha256).digest()
@@ -162,10 +198,14 @@ class Agents:
 
         try:
             claims = jwt.decode(token, OctKey.import_key(self._mark("token")), algorithms=["HS256"]).claims
-        except (JoseError, ValueError):
+        except (JoseError, ValueError, TypeError):  # TypeError: of a `crit` that is no list
             return "", 0.0
         lasts = claims["use"] == use and claims["exp"] > self._clock()
         return (claims["sid"], claims["exp"]) if lasts else ("", 0.0)
+
+
+def _digest(device_code: str) -> str:
+    return hashlib.sha256(device_code.encode(errors="replace")).hexdigest()
 
 
 def _key(kind: str, name: str) -> str:

@@ -277,7 +277,8 @@ class Accounts:
 
     async def let_in(self, name: str, *, row: AuditRow | None = None) -> None:
         """Enable a person, whose keys work from now on as after a sign-in; `row` goes to the audit log. Raises Invalid."""
-        await self._set_people([{"name": name, "seen_at_s": self._clock(), "is_disabled": False}], row)
+        names = sorted({name, *self.persons.disabled_as(name)})
+        await self._set_people([{"name": one, "seen_at_s": self._clock(), "is_disabled": False} for one in names], row)
 
     async def disable(self, name: str, *, row: AuditRow | None = None) -> None:
         """Take nothing from a person any more: no sign-in, no key, no token. `row` as in `let_in`. Raises Invalid."""

@@ -2,7 +2,7 @@
 
 Values alone, of the accounts' snapshot, since what changes it is seen by all workers and hosts at once, as a
 revoked key is; no SQL. Invariants: a person who is disabled is out until
-an operator lets them in; an end counts for what the provider issued up to that moment. Source: OpenID
+an operator lets them in, however the provider writes capitals; an end counts for what the provider issued up to that moment. Source: OpenID
 Connect Back-Channel Logout 1.0, section 2.4.
 """
 
@@ -33,10 +33,17 @@ class Persons:
         self.listed = listed
         self._ended = ended
         self._leavers_days = leavers_days
+        self._out = dict[str, list[str]]()
+        for name, person in listed.items():
+            if person.is_disabled:
+                self._out.setdefault(name.casefold(), []).append(name)
 
     def is_disabled(self, name: str) -> bool:
-        person = self.listed.get(name)
-        return person is not None and person.is_disabled
+        return name.casefold() in self._out
+
+    def disabled_as(self, name: str) -> list[str]:
+        """The names that are disabled and differ from `name` in capitals alone, itself among them."""
+        return self._out.get(name.casefold(), [])
 
     def keys_stop_at_s(self, name: str) -> float | None:
         """When the keys of an owner stop, or stopped, as the owner does not sign in; None: never."""

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
-from gateway.access.agents import CODE_S, INTERVAL_S, GrantRefused, plain
+from gateway.access.agents import CODE_S, INTERVAL_S, Asked, GrantRefused, plain
 from gateway.access.people import team_of
 from gateway.accounts.audit import AGENT_SIGNED_IN
 from gateway.accounts.database import is_down
@@ -28,6 +28,7 @@ from gateway.admin.parts import AdminParts
 from gateway.admin.sign_in import public_url
 from gateway.wire.errors import Forbidden, RateLimited
 
+_NONE_WAITS = "No sign-in waits for this code: it is mistyped, was used, or is over ten minutes old."
 _GRANT = "urn:ietf:params:oauth:grant-type:device_code"
 
 
@@ -75,7 +76,8 @@ def _add_begin(router: APIRouter, parts: AdminParts) -> None:
     @router.post("/oauth/device_authorization")
     async def begin(request: Request) -> Response:
         async def begun() -> dict[str, Any]:
-            device_code, user_code = await parts.guard.agents.begin(network_of(client_of(request)))
+            client = client_of(request)
+            device_code, user_code = await parts.guard.agents.begin(client, network_of(client))
             page = f"{public_url(parts, request)}/admin/device"
             return {
                 "device_code": device_code,
@@ -141,38 +143,48 @@ def _add_policy(router: APIRouter, parts: AdminParts) -> None:
 def add_device_page(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     """The page where a person lets an agent in, on the dashboard's `router`."""
 
+    guesses = parts.guard.guesses
+
     def page(request: Request, status: int = 200, **values: Any) -> Response:
-        code = plain(str(values.pop("code", request.query_params.get("user_code", ""))))[:8]
-        return pages.render(request, "device.html", status, code=code, **{"outcome": ""} | values)
+        return pages.render(request, "device.html", status, **{"outcome": "", "asked": None, "code": ""} | values)
+
+    async def waiting(request: Request, code: str) -> Asked | None:
+        """Who waits with a code; a wrong code is counted. Raises RateLimited."""
+        client = client_of(request)
+        if wait_s := await guesses.wait_s("device", client):
+            raise RateLimited("Too many wrong codes came from your address: wait, and try again", wait_s)
+        if (asked := await parts.guard.agents.asked(code)) is None:
+            await guesses.add("device", client)
+        return asked
 
     @router.get("/device", name="device")
     async def device(request: Request) -> Response:
-        return page(request)
+        if not (code := plain(request.query_params.get("user_code", ""))[:8]):
+            return page(request)
+        if (asked := await waiting(request, code)) is None:
+            return page(request, 400, code=code, problem=_NONE_WAITS)
+        is_near = network_of(asked.client) == network_of(client_of(request))
+        return page(request, code=code, asked=asked, is_near=is_near)
 
     @router.post("/device", name="device")
     async def decide(request: Request) -> Response:
-        guesses, client, operator = parts.guard.guesses, client_of(request), principal_of(request)
         form, access, session = await read_form(request), parts.settings.access, await parts.guard.session(request)
-        code, is_allowed = form.get("user_code", ""), form.get("decision") == "allow"
+        code, is_allowed = plain(form.get("user_code", ""))[:8], form.get("decision") == "allow"
         if session is None or not session.subject:
             raise Forbidden("The admin key has no team: sign in as a person, and open the page again")
         team_of(session.groups, access, parts.accounts.team_ids)
-        if wait_s := await guesses.wait_s("device", client):
-            raise RateLimited("Too many wrong codes came from your address: wait, and try again", wait_s)
         person = {
-            "client": client,
             "actor": session.actor,
             "subject": session.subject,
             "sid": session.sid,
             "groups": list(session.groups),
         }
-        if not await parts.guard.agents.decide(code, person if is_allowed else None):
-            await guesses.add("device", client)
-            problem = "No sign-in waits for this code: it is mistyped, was used, or is over ten minutes old."
-            return page(request, 400, code=code, problem=problem)
-        await guesses.forget("device", client)
+        is_waiting = await waiting(request, code) is not None
+        if not is_waiting or not await parts.guard.agents.decide(code, person if is_allowed else None):
+            return page(request, 400, code=code, problem=_NONE_WAITS)
+        await guesses.forget("device", client_of(request))
         if is_allowed:
-            await parts.audit.add(parts.audit_row(AGENT_SIGNED_IN, "", operator))
+            await parts.audit.add(parts.audit_row(AGENT_SIGNED_IN, "", principal_of(request)))
         return page(request, outcome="allowed" if is_allowed else "denied")
 
 

@@ -26,6 +26,7 @@ from gateway.admin.guard import Acting, Principal
 from gateway.admin.parts import WorkerParts
 from gateway.admin.queries import Id
 from gateway.settings import Role
+from policies.counters import value_of
 
 
 async def list_teams(parts: WorkerParts) -> models.TeamsOut:
@@ -169,7 +170,12 @@ async def list_people(parts: WorkerParts) -> models.PeopleOut:
     )
     return models.PeopleOut(
         people=[
-            models.PersonOut.of(one, keys=keys[name], keys_stop_at_s=persons.keys_stop_at_s(name))
+            models.PersonOut.of(
+                one,
+                keys=keys[name],
+                keys_stop_at_s=persons.keys_stop_at_s(name),
+                is_disabled=persons.is_disabled(name),
+            )
             for name, one in sorted(persons.listed.items())
         ]
     )
@@ -179,9 +185,13 @@ async def disable_person(parts: WorkerParts, body: models.PersonIn, operator: Ac
     """Takes no sign-in, key or token of a person any more, on every host; also of one who was never here."""
     if body.name.casefold() in (ADMIN_KEY, ALL_PEOPLE, operator.actor.casefold()):
         raise Invalid("name", "expected another person than yourself, and no key")
+    if body.name != value_of(body.name):
+        raise Invalid("name", "expected a name in Unicode's form NFKC, as the provider's names are")
     await parts.accounts.disable(body.name, row=parts.audit_row(PERSON_DISABLED, body.name, operator))
     marks = [parts.guard.mark(kind) for kind in ("sign-in", "agent")]
-    await parts.guard.sessions.end_all(marks, actor=body.name)
+    for actor in {one.actor for one in await parts.guard.sessions.open_ones(marks)}:
+        if actor.casefold() == body.name.casefold():
+            await parts.guard.sessions.end_all(marks, actor=actor)
 
 
 async def enable_person(parts: WorkerParts, body: models.PersonIn, operator: Acting) -> None:

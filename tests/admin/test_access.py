@@ -279,8 +279,16 @@ async def test_a_disabled_person_is_out_and_a_leaver_takes_keys_back(place: tupl
         assert {"person_disabled", "person_enabled", "keys_kept"} < {row["action"] for row in rows}
         people = (await admin.get("/admin/api/people")).json()["people"]
         assert [(one["name"], one["keys"], one["is_disabled"]) for one in people] == [("ada@x", 1, False)]
-        for name in ("*", "Admin key", ""):
+        for name in ("*", "Admin key", "", "\uff21da@x"):
             assert (await admin.post("/admin/api/people/disable", json={"name": name})).status_code == 400
+        assert await sign_in() == 200
+        assert (await admin.post("/admin/api/people/disable", json={"name": "ADA@x"})).status_code == 204
+        assert await world.admin.guard.sessions.open_ones([world.admin.guard.mark("sign-in")]) == ()
+        assert await sign_in() == 403
+        people = (await admin.get("/admin/api/people")).json()["people"]
+        assert [(one["name"], one["is_disabled"]) for one in people] == [("ADA@x", True), ("ada@x", True)]
+        assert (await admin.post("/admin/api/people/enable", json={"name": "ada@x"})).status_code == 204
+        assert await sign_in() == 200
 
 
 async def test_the_audit_log_is_exported_kept_for_days_and_read_by_people(place: tuple[World, StandInProvider]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -250,3 +252,74 @@ async def test_a_sign_in_lasts_a_week_and_survives_the_database(
         assert await who(bearers, tokens["access_token"]) is not None
     world.now_s += SIGN_IN_S
     assert (await refreshed(client, tokens["refresh_token"]))[1]["error"] == "invalid_grant"
+
+
+async def test_the_page_says_who_asks_before_a_code_is_allowed(place: Place, client: httpx.AsyncClient) -> None:
+    """The address and the time, and whether it is another network than the browser's; a look at wrong codes soon waits."""
+    world, _ = place
+    near = (await begun(client))["verification_uri_complete"]
+    transport = httpx.ASGITransport(app=world.app, client=("203.0.113.9", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway.test") as stranger:
+        far = (await begun(stranger))["verification_uri_complete"]
+    async with visitor(world) as browser:
+        browser.cookies.update(await session_of(world, "people"))
+        page = (await browser.get("/admin/device")).text
+        assert 'value="allow"' not in page
+        page = (await browser.get(near)).text
+        assert "192.0.2.7" in page
+        assert "another network" not in page
+        page = (await browser.get(far)).text
+        assert "203.0.113.9" in page
+        assert "another network" in page
+        allowed = await browser.post("/admin/device", data={"user_code": far[-9:], "decision": "allow"})
+        assert "asks as people@x" in allowed.text
+        guard = world.admin.guard
+        assert [one.client for one in await guard.sessions.open_ones([guard.mark("agent")])] == ["203.0.113.9"]
+        looks = [(await browser.get("/admin/device?user_code=BBBB-BBBB")).status_code for _ in range(8)]
+        assert looks == [400] * 6 + [429] * 2
+
+
+@pytest.mark.parametrize("end", ["disabled", "logged out"])
+async def test_who_is_out_before_the_poll_signs_no_agent_in(place: Place, client: httpx.AsyncClient, end: str) -> None:
+    """A code that a person allowed gives nothing once the person is disabled or was logged out, also after an enable."""
+    world, _ = place
+    codes = await begun(client)
+    assert (await decided(world, codes["user_code"])).status_code == 200
+    async with visitor(world) as admin:
+        admin.headers["authorization"] = f"Bearer {world.admin.settings.admin_key}"
+        if end == "disabled":
+            for act in ("disable", "enable"):
+                reply = await admin.post(f"/admin/api/people/{act}", json={"name": "people@x"})
+                assert reply.status_code == 204
+        else:
+            marks = world.admin.guard.all_marks
+            assert await world.admin.guard.sessions.end_all(marks, subject="people") == 2
+    assert (await polled(client, codes["device_code"]))[1]["error"] == "access_denied"
+
+
+async def test_a_user_code_is_no_device_code(
+    place: Place, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another device code that happens to have the same user code gives nothing, and takes nothing from the right one."""
+    world, _ = place
+    monkeypatch.setattr(Agents, "_user_code", lambda *_: "BBBBCCCC")
+    codes = await begun(client)
+    assert (await polled(client, "guessed"))[1]["error"] == "expired_token"
+    assert (await decided(world, codes["user_code"])).status_code == 200
+    assert (await polled(client, "guessed"))[1]["error"] == "expired_token"
+    assert (await polled(client, codes["device_code"]))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "header", [{"alg": "HS256", "crit": 3}, {"alg": "none"}, {"alg": ["HS256"]}, {"alg": "RS256", "kid": {}}, [], 3]
+)
+async def test_what_only_looks_like_a_token_is_none(place: Place, client: httpx.AsyncClient, header: Any) -> None:
+    """A header of any JSON is an unknown key at /v1, and nothing to refresh, to revoke or to get settings with."""
+    world, _ = place
+    _, claims, signature = (await signed_in(world, client))["refresh_token"].split(".")
+    token = f"{base64.urlsafe_b64encode(json.dumps(header).encode()).decode().rstrip('=')}.{claims}.{signature}"
+    assert await who(bearers_of(world), token) is None
+    assert (await refreshed(client, token))[1]["error"] == "invalid_grant"
+    assert (await client.post("/oauth/revoke", data={"token": token})).status_code == 200
+    settings = await client.get("/managed/settings", headers={"authorization": f"Bearer {token}"})
+    assert settings.status_code == 401

@@ -74,6 +74,15 @@ async def test_a_body_that_drips_is_refused(world: World, first: bytes) -> None:
     assert world.records[-1].ended.status == 408
 
 
+async def test_telemetry_that_drips_or_has_no_end_is_refused(world: World) -> None:
+    """OTLP that is dropped is read within the same limits: a 408 for what stops, a 413 for what is too long."""
+    world.bodies.idle_s = 0.05
+    drips, endless = (Sending(world.front().app, "/v1/metrics", KEY) for _ in range(2))
+    await drips.sends(b"x")
+    await endless.sends(b"x" * 1_001)
+    assert [(await one.answer())[0] for one in (drips, endless)] == [408, 413]
+
+
 async def test_a_body_that_comes_is_read_though_it_takes_long(world: World) -> None:
     """What counts is the time between two pieces, and the whole's by its size."""
     body = b'{"model":"mock","messages":[{"role":"user","content":"hello"}]}'
