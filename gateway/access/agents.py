@@ -51,7 +51,7 @@ return 1
 """
 
 
-class Asked(msgspec.Struct, frozen=True):
+class CodeRequest(msgspec.Struct, frozen=True):
     """A code that waits: the SHA-256 of its device code, the address that asked, and when (unix seconds)."""
 
     device: str
@@ -97,26 +97,26 @@ class Agents:
             raise GrantRefused("slow_down", "too many sign-ins began at your network: wait a minute", 429)
         code = secrets.token_urlsafe(32)
         user_code = self._user_code(code)
-        asked = msgspec.json.encode(Asked(_digest(code), client, self._clock()))
-        await self._redis.execute_command("SET", _key("asked", user_code), asked, "EX", CODE_S)
+        request = msgspec.json.encode(CodeRequest(_digest(code), client, self._clock()))
+        await self._redis.execute_command("SET", _key("asked", user_code), request, "EX", CODE_S)
         return code, f"{user_code[:4]}-{user_code[4:]}"
 
-    async def asked(self, user_code: str) -> Asked | None:
+    async def find(self, user_code: str) -> CodeRequest | None:
         """Who waits with a code; None where none does. Raises RedisError."""
         found = await self._redis.execute_command("GET", _key("asked", plain(user_code)))
-        return None if found is None else msgspec.json.decode(found, type=Asked)
+        return None if found is None else msgspec.json.decode(found, type=CodeRequest)
 
     async def decide(self, user_code: str, person: Mapping[str, Any] | None) -> bool:
         """Let the client of a code in as `person`, facts of a `Session`, or deny it; False where none waits.
 
         Raises RedisError.
         """
-        if (asked := await self.asked(user_code)) is None:
+        if (request := await self.find(user_code)) is None:
             return False
         sign_in = ""
         if person is not None:
-            sign_in = await self._sessions.start(self._mark("agent"), SIGN_IN_S, client=asked.client, **person)
-        keys = _key("asked", plain(user_code)), _key("decided", asked.device)
+            sign_in = await self._sessions.start(self._mark("agent"), SIGN_IN_S, client=request.client, **person)
+        keys = _key("asked", plain(user_code)), _key("decided", request.device)
         is_first = bool(await self._redis.eval(_DECIDE, 2, *keys, sign_in, CODE_S))
         if not is_first:
             await self._sessions.end(sign_in)
@@ -128,8 +128,8 @@ class Agents:
         decided = await self._redis.execute_command("GETDEL", _key("decided", device))
         if decided is None:
             code = self._user_code(device_code)
-            asked = await self.asked(code)
-            if asked is None or asked.device != device:
+            request = await self.find(code)
+            if request is None or request.device != device:
                 raise GrantRefused("expired_token", "the code is unknown, was used, or is over ten minutes old")
             pause_ms = (INTERVAL_S - 1) * 1000  # of less than the interval, since clocks and networks vary
             if not await self._redis.execute_command("SET", _key("polled", code), 1, "PX", pause_ms, "NX"):

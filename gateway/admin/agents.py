@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
-from gateway.access.agents import CODE_S, INTERVAL_S, Asked, GrantRefused, plain
+from gateway.access.agents import CODE_S, INTERVAL_S, CodeRequest, GrantRefused, plain
 from gateway.access.people import team_of
 from gateway.accounts.audit import AGENT_SIGNED_IN
 from gateway.accounts.database import is_down
@@ -146,25 +146,25 @@ def add_device_page(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     guesses = parts.guard.guesses
 
     def page(request: Request, status: int = 200, **values: Any) -> Response:
-        return pages.render(request, "device.html", status, **{"outcome": "", "asked": None, "code": ""} | values)
+        return pages.render(request, "device.html", status, **{"outcome": "", "agent": None, "code": ""} | values)
 
-    async def waiting(request: Request, code: str) -> Asked | None:
+    async def waiting(request: Request, code: str) -> CodeRequest | None:
         """Who waits with a code; a wrong code is counted. Raises RateLimited."""
         client = client_of(request)
         if wait_s := await guesses.wait_s("device", client):
             raise RateLimited("Too many wrong codes came from your address: wait, and try again", wait_s)
-        if (asked := await parts.guard.agents.asked(code)) is None:
+        if (found := await parts.guard.agents.find(code)) is None:
             await guesses.add("device", client)
-        return asked
+        return found
 
     @router.get("/device", name="device")
     async def device(request: Request) -> Response:
         if not (code := plain(request.query_params.get("user_code", ""))[:8]):
             return page(request)
-        if (asked := await waiting(request, code)) is None:
+        if (agent := await waiting(request, code)) is None:
             return page(request, 400, code=code, problem=_NONE_WAITS)
-        is_near = network_of(asked.client) == network_of(client_of(request))
-        return page(request, code=code, asked=asked, is_near=is_near)
+        is_near = network_of(agent.client) == network_of(client_of(request))
+        return page(request, code=code, agent=agent, is_near=is_near)
 
     @router.post("/device", name="device")
     async def decide(request: Request) -> Response:

@@ -171,12 +171,12 @@ async def list_people(parts: WorkerParts) -> models.PeopleOut:
     return models.PeopleOut(
         people=[
             models.PersonOut.of(
-                one,
+                person,
                 keys=keys[name],
                 keys_stop_at_s=persons.keys_stop_at_s(name),
                 is_disabled=persons.is_disabled(name),
             )
-            for name, one in sorted(persons.listed.items())
+            for name, person in sorted(persons.listed.items())
         ]
     )
 

@@ -127,12 +127,13 @@ async def test_a_device_code_gives_tokens_once(place: Place, client: httpx.Async
     assert sorted(status for status, _ in replies) == [200] + [400] * 9
     assert (await polled(client, codes["device_code"]))[1]["error"] == "expired_token"
     assert (await polled(client, "unknown"))[1]["error"] == "expired_token"
-    assert 0 < await world.redis.ttl(f"sameway:{{device}}:asked:{_plain(await begun(client))}") <= CODE_S
+    assert 0 < await world.redis.ttl(_asked(await begun(client))) <= CODE_S
     assert "No sign-in waits" in (await decided(world, codes["user_code"])).text
 
 
-def _plain(codes: dict[str, Any]) -> str:
-    return str(codes["user_code"].replace("-", ""))
+def _asked(codes: dict[str, Any]) -> str:
+    """Where a code waits."""
+    return f"sameway:{{device}}:asked:{codes['user_code'].replace('-', '')}"
 
 
 async def test_who_denies_or_polls_too_fast_is_told(place: Place, client: httpx.AsyncClient) -> None:
@@ -297,17 +298,15 @@ async def test_who_is_out_before_the_poll_signs_no_agent_in(place: Place, client
     assert (await polled(client, codes["device_code"]))[1]["error"] == "access_denied"
 
 
-async def test_a_user_code_is_no_device_code(
-    place: Place, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another device code that happens to have the same user code gives nothing, and takes nothing from the right one."""
+async def test_a_user_code_is_no_device_code(place: Place, client: httpx.AsyncClient) -> None:
+    """Another device code with the same user code, of which there are few, gives nothing, and takes nothing from the right one."""
     world, _ = place
-    monkeypatch.setattr(Agents, "_user_code", lambda *_: "BBBBCCCC")
-    codes = await begun(client)
-    assert (await polled(client, "guessed"))[1]["error"] == "expired_token"
-    assert (await decided(world, codes["user_code"])).status_code == 200
-    assert (await polled(client, "guessed"))[1]["error"] == "expired_token"
-    assert (await polled(client, codes["device_code"]))[0] == 200
+    right, guessed = await begun(client), await begun(client)
+    await world.redis.copy(_asked(right), _asked(guessed), replace=True)
+    assert (await polled(client, guessed["device_code"]))[1]["error"] == "expired_token"
+    assert (await decided(world, right["user_code"])).status_code == 200
+    assert (await polled(client, guessed["device_code"]))[1]["error"] == "expired_token"
+    assert (await polled(client, right["device_code"]))[0] == 200
 
 
 @pytest.mark.parametrize(
