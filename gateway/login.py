@@ -49,12 +49,17 @@ def login(url: str) -> None:
 
 
 def logout(url: str) -> bool:
-    """End the sign-in here and at the gateway; False where there is none. Raises what `console.opened` raises."""
+    """End the sign-in here and at the gateway; False where there is none. Raises CommandError, and what
+    `console.opened` raises.
+    """
     with _stored() as stored:
-        kept = stored.pop(url, None)
-    if kept is not None:
-        _posted(f"{url}/oauth/revoke", {"token": kept["refresh_token"]})
-    return kept is not None
+        if (kept := stored.get(url)) is None:
+            return False
+        answer = _posted(f"{url}/oauth/revoke", {"token": kept["refresh_token"]})
+        if "error" in answer:  # the tokens stay, so that another try can end them
+            raise console.CommandError(f"not signed out: {answer.get('error_description') or answer['error']}")
+        del stored[url]
+    return True
 
 
 def credential(url: str) -> str:

@@ -48,6 +48,8 @@ _UNKNOWN_MAX = 1_024
 _HOLDS_S = 2.0
 BUDGETS_MAX = 50
 """The most budgets of a team: every generation checks all that apply."""
+OWN_KEYS_MAX = 20
+"""The most keys of a member in a team that work: each has a key's limits and budgets of its own."""
 
 
 async def _notify_none() -> None:
@@ -401,7 +403,8 @@ class Accounts:
         self, team_id: int, name: str, *, row: AuditRow | None = None, is_bound: bool = False, **fields: Any
     ) -> NewKey:
         """Create a key; its plaintext is returned once and stored nowhere. `row`: see `_recorded`. What `fields` do not
-        say is of the team's template; with `is_bound` also what they say otherwise.
+        say is of the team's template; with `is_bound` also what they say otherwise, and the owner has at most
+        `OWN_KEYS_MAX` that work.
 
         Raises Invalid, AlreadyExists, and DoesNotExist for an unknown team.
         """
@@ -415,6 +418,12 @@ class Accounts:
                 template.pop("expires_at_s", None)
             if is_bound and fields.get("expires_at_s") is not None and "expires_at_s" in template:
                 template["expires_at_s"] = min(template["expires_at_s"], fields["expires_at_s"])
+            if is_bound:
+                keys, now_s = schema.keys.c, self._clock()
+                works = keys.is_active & (keys.expires_at_s.is_(None) | (keys.expires_at_s > now_s))
+                own = sa.select(sa.func.count()).where(keys.team_id == team_id, keys.owner == fields["owner"], works)
+                if (await connection.execute(own)).scalar_one() >= OWN_KEYS_MAX:
+                    raise AlreadyExists(f"you have {OWN_KEYS_MAX} keys in this team, the most: revoke one first")
             fields |= {name: one for name, one in template.items() if is_bound or fields.get(name) is None}
             key_id = await _insert(connection, schema.keys, self._new_key(team_id, name, plaintext, fields))
             return NewKey(_key(await _recorded(connection, schema.keys, key_id, row)), plaintext)

@@ -179,12 +179,12 @@ def add_device_page(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             "sid": session.sid,
             "groups": list(session.groups),
         }
-        is_waiting = await waiting(request, code) is not None
-        if not is_waiting or not await parts.guard.agents.decide(code, person if is_allowed else None):
+        agent = await waiting(request, code)
+        if agent is None or not await parts.guard.agents.decide(code, person if is_allowed else None):
             return page(request, 400, code=code, problem=_NONE_WAITS)
         await guesses.forget("device", client_of(request))
         if is_allowed:
-            await parts.audit.add(parts.audit_row(AGENT_SIGNED_IN, "", principal_of(request)))
+            await parts.audit.add(parts.audit_row(AGENT_SIGNED_IN, agent.client, principal_of(request)))
         return page(request, outcome="allowed" if is_allowed else "denied")
 
 

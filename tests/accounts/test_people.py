@@ -17,8 +17,8 @@ from gateway.access.agents import Agents
 from gateway.access.people import Bearers
 from gateway.access.provider import Provider
 from gateway.accounts import schema
-from gateway.accounts.accounts import PEOPLE, Accounts
-from gateway.accounts.errors import Invalid
+from gateway.accounts.accounts import OWN_KEYS_MAX, PEOPLE, Accounts
+from gateway.accounts.errors import AlreadyExists, Invalid
 from gateway.accounts.persons import ends_of
 from gateway.accounts.sessions import Sessions
 from gateway.settings import AccessSettings, Settings
@@ -275,7 +275,9 @@ async def test_a_rotated_key_has_two_secrets_for_a_while(place: Place) -> None:
 
 
 async def test_new_keys_follow_the_team_s_template(place: Place) -> None:
-    """What is not said of a new key is of the template; a bound one gets no more than it; all people's key never expires."""
+    """What is not said of a new key is of the template; a bound one gets no more than it, and an owner has 20 of them; all
+    people's key never expires.
+    """
     team_id = place.accounts.team_ids["search"]
     template = {"models": ["small"], "requests_per_min": 5, "addresses": ["10.0.0.0/8"], "expires_in_s": 100.0}
     await place.accounts.update_team(team_id, new_keys=template)
@@ -287,6 +289,12 @@ async def test_new_keys_follow_the_team_s_template(place: Place) -> None:
     bound = {"requests_per_min": 9, "tokens_per_min": 7, "expires_at_s": NOW_S + 50}
     own = (await place.accounts.create_key(team_id, "own", is_bound=True, owner="alice", **bound)).key
     assert (own.models, own.requests_per_min, own.tokens_per_min, own.expires_at_s) == (("small",), 5, 7, NOW_S + 50)
+    for number in range(OWN_KEYS_MAX - 1):
+        last = await place.accounts.create_key(team_id, f"own {number}", is_bound=True, owner="alice")
+    with pytest.raises(AlreadyExists, match="revoke one first"):
+        await place.accounts.create_key(team_id, "too many", is_bound=True, owner="alice")
+    await place.accounts.revoke_key(last.key.id)
+    await place.accounts.create_key(team_id, "in its place", is_bound=True, owner="alice")
     identity = await place.bearers.identify(place.token())
     assert identity is not None
     assert (identity.key.requests_per_min, identity.key.expires_at_s) == (5, None)

@@ -198,6 +198,11 @@ async def test_a_team_admin_stays_in_the_team(place: tuple[World, StandInProvide
                 assert page.status_code == 403 or "team_id=1" in str(page.url.query), (path, way)
         listed = (await lead.get("/admin/api/routes?team_id=1")).json()["routes"]
         assert [one["team"] for one in listed] == ["search"]
+        shouted = {"content-type": "application/JSON"}
+        for team_id, status in ((1, 200), (2, 403)):
+            purge = json.dumps({"team_id": team_id})
+            reply = await lead.post("/admin/api/cache/purge", content=purge, headers=shouted)
+            assert reply.status_code == status
         purged = await lead.post("/admin/api/cache/purge", json={"team_id": 1, "dry_run": False})
         assert purged.status_code == 200
         made = await lead.post("/admin/api/teams/1/budgets", json={"window": "day", "limit_microusd": 1, "axis": "key"})

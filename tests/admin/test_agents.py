@@ -115,7 +115,7 @@ async def test_an_agent_asks_as_the_person_who_allowed_its_code(place: Place, cl
     assert status == 200
     assert await who(bearers, later["access_token"]) is not None
     (row,) = [row for row in await world.admin.audit.rows(9) if row.action == "agent_signed_in"]
-    assert row.actor == "people@x"
+    assert (row.actor, row.entry) == ("people@x", "192.0.2.7")
 
 
 async def test_a_device_code_gives_tokens_once(place: Place, client: httpx.AsyncClient) -> None:

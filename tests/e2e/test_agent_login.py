@@ -10,13 +10,17 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
 
+from gateway.console import CommandError
+from gateway.login import logout
 from tests.e2e.gateway import Gateway, deployment
 from tests.e2e.upstream import run_upstream
 from tests.provider import CLIENT_ID, StandInProvider, provider_of
@@ -51,6 +55,34 @@ async def allow(gateway: Gateway, provider: StandInProvider, code: str) -> None:
         assert back.status_code == 200, back.text
         said = await browser.post("/admin/device", data={"user_code": code, "decision": "allow"})
         assert "asks as ada" in said.text, said.text
+
+
+async def test_a_logout_that_the_gateway_did_not_take_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the gateway can't revoke, `sameway logout` says so and keeps the tokens; the next one ends the sign-in."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    answers = [(503, {"error": "temporarily_unavailable"}), (200, {})]
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            status, body = answers.pop(0)
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        (tmp_path / "sameway").mkdir()
+        (tmp_path / "sameway" / "credentials.json").write_text(json.dumps({url: {"refresh_token": "r"}}))
+        with pytest.raises(CommandError, match="temporarily_unavailable"):
+            await asyncio.to_thread(logout, url)
+        assert [await asyncio.to_thread(logout, url) for _ in range(2)] == [True, False]
+        server.shutdown()
+        thread.join()
 
 
 @pytest.mark.long
