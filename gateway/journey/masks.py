@@ -12,9 +12,12 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from cache import MissReason
 from gateway.accounts import Identity, partition_of
 from gateway.deployments.alias import Alias
+from gateway.journey.outcomes import Looked, SemanticResult
 from gateway.journey.shared_stream import Reader
+from gateway.journey.storing import chunks_of
 from gateway.journey.turn import NO_LABELS, Labels, Turn
 from gateway.loggers import get_logger
 from gateway.masking.answers import Restorer
@@ -65,6 +68,20 @@ class Masks:
         applying = turn, native, key, Vault(finder.spans)
         return _applied(*applying) if is_short else await asyncio.to_thread(_applied, *applying)
 
+    def fitting(self, looked: Looked, turn: Turn, identity: Identity, alias: Alias) -> Looked:
+        """`looked` without an answer found by meaning that has a placeholder which the request has not: its reader
+        would get it as it is.
+        """
+        found = looked.semantic.entry
+        if found is None or not self._settings.is_masked(alias.name, identity.team.name):
+            return looked
+        vault = turn.vault or Vault(lambda *_: [])
+        if not odd_placeholders(vault, chunks_of(found))[1]:
+            return looked
+        semantic, why = looked.semantic, MissReason.DOCUMENTS.value
+        missed = SemanticResult(similarity=semantic.similarity, miss_reason=why, asking=semantic.asking)
+        return replace(looked, entry=None, semantic=missed)
+
     def shown(self, turn: Turn | None, masked: Turn | None, identity: Identity | None) -> Turn | None:
         """A turn for its record: `masked`, if it got so far, else without texts and labels where it would have been."""
         if turn is None or identity is None or masked is not None:
@@ -87,7 +104,7 @@ def _applied(turn: Turn, native: Any, key: bytes, vault: Vault) -> Turn:
 
     def labelled(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: labelled(item) for name, item in value.items()}
+            return {labelled(name): labelled(item) for name, item in value.items()}
         if isinstance(value, list):
             return [labelled(item) for item in value]
         if not isinstance(value, str) or Vault(vault.find).masked(value) == value:
