@@ -72,11 +72,11 @@ class Masks:
         """`looked` without an answer found by meaning that has a placeholder which the request has not: its reader
         would get it as it is.
         """
-        found = looked.semantic.entry
-        if found is None or not self._settings.is_masked(alias.name, identity.team.name):
+        entry = looked.semantic.entry
+        if entry is None or not self._settings.is_masked(alias.name, identity.team.name):
             return looked
         vault = turn.vault or Vault(lambda *_: [])
-        if not odd_placeholders(vault, chunks_of(found))[1]:
+        if not odd_placeholders(vault, chunks_of(entry))[1]:
             return looked
         semantic, why = looked.semantic, MissReason.DOCUMENTS.value
         missed = SemanticResult(similarity=semantic.similarity, miss_reason=why, asking=semantic.asking)
