@@ -55,7 +55,7 @@ CODE_LINES_MAX = {
     "gateway": 4040, "gateway/access": 470, "gateway/accounts": 3320, "gateway/admin": 4600, "gateway/alerts": 384, "gateway/api": 4380,
     "gateway/backends": 3140, "gateway/batches": 1220, "gateway/deployments": 1930, "gateway/journey": 3790,
     "gateway/learning": 1580, "gateway/masking": 430, "gateway/reconcile": 610, "gateway/telemetry": 2240, "gateway/transport": 870,
-    "gateway/wire": 2270, "cache": 1120, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1330,
+    "gateway/wire": 2280, "cache": 1120, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1330,
     "cache/semantic": 1710, "cache/verdicts": 610, "cache/worker": 600, "policies": 2460, "local_engine": 2200,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,

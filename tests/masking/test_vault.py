@@ -192,6 +192,16 @@ def test_a_stream_is_restored_wherever_it_is_cut(
     json.loads(first["message"]["tool_calls"][0]["function"]["arguments"])
 
 
+def test_the_input_of_a_call_is_restored_under_any_name() -> None:
+    """A whole message has a call's values again in fields that are names elsewhere, and in keys; the call's own name stays."""
+    given = {"name": MARKS[0], "type": MARKS[2], "arguments": MARKS[1], MARKS[0]: [{"id": MARKS[0]}], "n": 1}
+    call = {"type": "tool_use", "id": "toolu_1", "name": "<EMAIL_1>", "input": given}
+    whole = Chunk(b"", native=json.dumps({"type": "message", "id": "msg_1", "content": [call]}).encode())
+    (told,) = Restorer(_VAULT).all([whole])
+    expected = {"name": VALUES[0], "type": VALUES[2], "arguments": VALUES[1], VALUES[0]: [{"id": VALUES[0]}], "n": 1}
+    assert json.loads(told.native)["content"] == [{**call, "input": expected}]
+
+
 @settings(max_examples=100, deadline=None)
 @given(TEXTS, st.lists(st.integers(0, 200), max_size=30), st.integers(1, 40))
 def test_events_of_other_apis_are_restored_wherever_they_are_cut(text: str, places: list[int], size: int) -> None:
