@@ -344,8 +344,10 @@ class Upstream(BaseHTTPRequestHandler):
 
 
 def played(question: str) -> str:
-    """The played verifier's word: the number of the candidate that it knows to be right, else 0."""
+    """The played verifier's word: the number of the candidate that it knows to be right, else 0; of that one alone SAME."""
     told = json.loads(question)
+    if "new_request" in told:
+        return "SAME" if (told["new_request"], told["old_request"]) == (REWORDED, STORED) else "DIFFERENT"
     knows = [told.get("request") == REWORDED and one["request"] == STORED for one in told.get("candidates", ())]
     return str(knows.index(True) + 1 if True in knows else 0)
 

@@ -189,6 +189,7 @@ def test_hits_are_checked(checker: Gateway, upstream: Upstream) -> None:
         lambda: {"chat", "check"} <= {row["kind"] for row in checker.admin("GET", "/ledger?team_id=1")["rows"]}, 10
     )
     wait_for(lambda: metric(checker, "sameway_semantic_error_ratio") > 0, 15)
+    wait_for(lambda: checker.admin("GET", "/cache/certificate")["certificates"][0]["wrong"] == 1, 15)
     (measured,) = checker.admin("GET", "/cache/certificate")["certificates"]
     assert (measured["hits"], measured["checks"], measured["wrong"], measured["error_max"]) == (5, 2, 1, 0.01)
     assert measured["low"] <= measured["estimate"] <= measured["high"]

@@ -32,7 +32,8 @@ def question(text: str) -> str:
 def test_a_verified_answer_is_served(upstream: Upstream, tmp_path: Path, delay_ms: int) -> None:
     """Generated once, found by a question, and remembered for its words; a word that comes too late serves nothing, and is a
     verdict all the same."""
-    upstream.labels({ASKED: SAID, question(NEAR): "1", question(OTHER): "0"})
+    again = json.dumps({"old_request": ASKED, "answer": SAID, "new_request": NEAR}, ensure_ascii=False)
+    upstream.labels({ASKED: SAID, question(NEAR): "1", again: "SAME", question(OTHER): "0"})
     config: dict[str, Any] = {
         "workers": 2,
         "cache": {"verifier": "small"},

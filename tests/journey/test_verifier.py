@@ -276,7 +276,7 @@ async def test_the_same_wording_is_asked_about_once(world: World) -> None:
 async def test_a_namespace_starts_once_over_all_workers(world: World) -> None:
     """What a hundred requests pay was given to the first: another one serves nothing on a yes until its requests have paid."""
     await stored(world, p=0.6)
-    says(world, "1")
+    says(world, "1", "SAME")
     assert (await world.ask(SECOND)).cache == "semantic"
     other = await world.another()
     assert (await other.ask(SECOND)).cache == "miss"
@@ -362,7 +362,7 @@ async def test_a_request_may_be_stricter(world: World, mode: str) -> None:
 async def test_below_the_least_bound_nothing_is_asked(world: World) -> None:
     """A request with a stricter bound than any that was measured gets no stored answer to another prompt."""
     await stored(world)
-    says(world, "1")
+    says(world, "1", "SAME")
     assert (await world.ask(SECOND, cache={"error_max": 0.001})).cache == "miss"
     assert world.backends["reader"].calls == []
     assert (await world.ask(THIRD, cache={"error_max": 0.002})).cache == "semantic"

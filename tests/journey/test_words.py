@@ -124,7 +124,7 @@ async def test_what_one_worker_verified_another_serves_until_either_purges_it(
     """The pointer is in Redis, as its entry is: no worker keeps one of its own. What it may be wrong was paid before."""
     other = await world.another()
     entry = await verified(world)
-    for number in range(20):
+    for number in range(50):
         await other.ask(f"What is the capital of country {number}?")
     for worker, text in ((other, OTHER + " "), (other, RESPELLED), (world, OTHER)):
         worker.semantic.asked.clear()
@@ -226,7 +226,7 @@ async def test_hits_that_nothing_vouches_for_are_not_repeated_without_end(world:
     world.semantic.asked.clear()
     for _ in range(30):
         assert (await world.ask(OTHER)).cache == "semantic"
-    assert 15 <= len(world.semantic.asked) <= 25
+    assert 15 <= len(world.semantic.asked) <= 28
 
 
 async def test_hits_by_words_are_checked(world: World) -> None:
