@@ -333,7 +333,7 @@ class Pipeline:
         """
         if reply is not None and reply.is_leading:
             return
-        turn = self._masks.shown(turn, reply.turn if reply is not None else None, identity)
+        turn, ended = self._masks.shown(turn, reply.turn if reply is not None else None, identity, ended)
         model = turn.alias if turn is not None else ""
         alias = reply.alias.name if reply is not None else self.fleet.configured(model)
         duration_ms = turn.elapsed_ms() if turn is not None else elapsed_ms_since(arrival.at_s)

@@ -18,7 +18,7 @@ from gateway.deployments.alias import Alias
 from gateway.journey.outcomes import Looked, SemanticResult
 from gateway.journey.shared_stream import Reader
 from gateway.journey.storing import chunks_of
-from gateway.journey.turn import NO_LABELS, Labels, Turn
+from gateway.journey.turn import NO_LABELS, Ended, Labels, Turn
 from gateway.loggers import get_logger
 from gateway.masking.answers import Restorer
 from gateway.masking.vault import Vault, masked_value, texts_of
@@ -82,12 +82,23 @@ class Masks:
         missed = SemanticResult(similarity=semantic.similarity, miss_reason=why, asking=semantic.asking)
         return replace(looked, entry=None, semantic=missed)
 
-    def shown(self, turn: Turn | None, masked: Turn | None, identity: Identity | None) -> Turn | None:
-        """A turn for its record: `masked`, if it got so far, else without texts and labels where it would have been."""
-        if turn is None or identity is None or masked is not None:
-            return masked or turn
-        is_masked = self._settings.is_masked(turn.alias, identity.team.name)
-        return replace(turn, body={}, labels=NO_LABELS) if is_masked else turn
+    def shown(
+        self, turn: Turn | None, masked: Turn | None, identity: Identity | None, ended: Ended
+    ) -> tuple[Turn | None, Ended]:
+        """A turn and its end for the record: `masked`, if it got so far; else, where it would have been or its body
+        was not read, without texts and labels, and with placeholders in the words of a refusal.
+        """
+        if identity is None or masked is not None:
+            return masked or turn, ended
+        settings, team = self._settings, identity.team.name
+        aliases = settings.models if turn is None else [turn.alias]
+        if not any(settings.is_masked(alias, team) for alias in aliases):
+            return turn, ended
+        try:  # a refusal may quote a value
+            refusal = Vault(self._finder.spans).masked(ended.refusal) if self._finder is not None else ""
+        except Exception:
+            refusal = ""  # what cannot be masked is not recorded
+        return turn and replace(turn, body={}, labels=NO_LABELS), replace(ended, refusal=refusal)
 
 
 def _finder_of(settings: MaskSettings) -> Any:

@@ -192,6 +192,18 @@ async def test_a_request_that_cannot_be_masked_goes_nowhere(
     shows_none((await kept(world)).decode() + repr(logged) + reply.text)
 
 
+async def test_a_refusal_that_quotes_a_value_is_recorded_without_it(open_a_world: OpenWorld, logged: list[Any]) -> None:
+    """The client reads what was wrong; no record and no log has the value, before and after the first masked request."""
+    world = await open_a_world(models=MODELS)
+    for _ in range(2):
+        refused = await world.ask(raw=json.dumps({"model": "mock", "messages": [{"role": EMAIL}]}).encode())
+        assert refused.status == 400
+        assert EMAIL in refused.text
+        await world.ask(ASKED)
+    shows_none((await kept(world)).decode() + repr(logged))
+    assert "got '<EMAIL_1>'" in repr(world.records)
+
+
 async def test_nothing_masked_is_kept_as_a_response(open_a_world: OpenWorld) -> None:
     """A response whose request is masked is not stored, and a conversation or a background response is refused by name."""
     world = await open_a_world(models=MODELS)
