@@ -158,6 +158,7 @@ class Pipeline:
         digests = self._fingerprint(turn, identity, alias)
         loop = self._loops.seen(self.settings.loops, turn, identity, digests)
         looked = replace(await self._answers.look(turn, identity, alias, digests, taken), loop=loop)
+        looked = self._masks.fitting(looked, turn, identity, alias)
         looked_up_ms = turn.elapsed_ms()
         if looked.entry is not None:
             self.renew(turn, identity, alias, looked)
@@ -261,7 +262,8 @@ class Pipeline:
             semantic = await self.verifier.look(flight, semantic)
         generation.semantic_ms = generation.turn.elapsed_ms() - since_ms
         degraded = looked.degraded + semantic.degraded
-        generation.looked = replace(looked, semantic=semantic, entry=semantic.entry, degraded=degraded)
+        looked = replace(looked, semantic=semantic, entry=semantic.entry, degraded=degraded)
+        generation.looked = self._masks.fitting(looked, generation.turn, generation.identity, generation.alias)
 
     async def _reserve(self, generation: Generation) -> None:
         """7. Take tokens and money; beside it, read the draft that a local engine may use.
@@ -331,7 +333,7 @@ class Pipeline:
         """
         if reply is not None and reply.is_leading:
             return
-        turn = self._masks.shown(turn, reply.turn if reply is not None else None, identity)
+        turn, ended = self._masks.shown(turn, reply.turn if reply is not None else None, identity, ended)
         model = turn.alias if turn is not None else ""
         alias = reply.alias.name if reply is not None else self.fleet.configured(model)
         duration_ms = turn.elapsed_ms() if turn is not None else elapsed_ms_since(arrival.at_s)

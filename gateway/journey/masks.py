@@ -12,10 +12,13 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from cache import MissReason
 from gateway.accounts import Identity, partition_of
 from gateway.deployments.alias import Alias
+from gateway.journey.outcomes import Looked, SemanticResult
 from gateway.journey.shared_stream import Reader
-from gateway.journey.turn import NO_LABELS, Labels, Turn
+from gateway.journey.storing import chunks_of
+from gateway.journey.turn import NO_LABELS, Ended, Labels, Turn
 from gateway.loggers import get_logger
 from gateway.masking.answers import Restorer
 from gateway.masking.vault import Vault, masked_value, texts_of
@@ -65,12 +68,37 @@ class Masks:
         applying = turn, native, key, Vault(finder.spans)
         return _applied(*applying) if is_short else await asyncio.to_thread(_applied, *applying)
 
-    def shown(self, turn: Turn | None, masked: Turn | None, identity: Identity | None) -> Turn | None:
-        """A turn for its record: `masked`, if it got so far, else without texts and labels where it would have been."""
-        if turn is None or identity is None or masked is not None:
-            return masked or turn
-        is_masked = self._settings.is_masked(turn.alias, identity.team.name)
-        return replace(turn, body={}, labels=NO_LABELS) if is_masked else turn
+    def fitting(self, looked: Looked, turn: Turn, identity: Identity, alias: Alias) -> Looked:
+        """`looked` without an answer found by meaning that has a placeholder which the request has not: its reader
+        would get it as it is.
+        """
+        entry = looked.semantic.entry
+        if entry is None or not self._settings.is_masked(alias.name, identity.team.name):
+            return looked
+        vault = turn.vault or Vault(lambda *_: [])
+        if not odd_placeholders(vault, chunks_of(entry))[1]:
+            return looked
+        semantic, why = looked.semantic, MissReason.DOCUMENTS.value
+        missed = SemanticResult(similarity=semantic.similarity, miss_reason=why, asking=semantic.asking)
+        return replace(looked, entry=None, semantic=missed)
+
+    def shown(
+        self, turn: Turn | None, masked: Turn | None, identity: Identity | None, ended: Ended
+    ) -> tuple[Turn | None, Ended]:
+        """A turn and its end for the record: `masked`, if it got so far; else, where it would have been or its body
+        was not read, without texts and labels, and with placeholders in the words of a refusal.
+        """
+        if identity is None or masked is not None:
+            return masked or turn, ended
+        settings, team = self._settings, identity.team.name
+        aliases = settings.models if turn is None else [turn.alias]
+        if not any(settings.is_masked(alias, team) for alias in aliases):
+            return turn, ended
+        try:  # a refusal may quote a value
+            refusal = Vault(self._finder.spans).masked(ended.refusal) if self._finder is not None else ""
+        except Exception:
+            refusal = ""  # what cannot be masked is not recorded
+        return turn and replace(turn, body={}, labels=NO_LABELS), replace(ended, refusal=refusal)
 
 
 def _finder_of(settings: MaskSettings) -> Any:
@@ -87,7 +115,7 @@ def _applied(turn: Turn, native: Any, key: bytes, vault: Vault) -> Turn:
 
     def labelled(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: labelled(item) for name, item in value.items()}
+            return {labelled(name): labelled(item) for name, item in value.items()}
         if isinstance(value, list):
             return [labelled(item) for item in value]
         if not isinstance(value, str) or Vault(vault.find).masked(value) == value:

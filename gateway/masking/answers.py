@@ -103,22 +103,26 @@ def _restore(answer: Any, vault: Vault, *, is_whole: bool = False) -> list[tuple
     """
     streamed: list[tuple[Any, Any, Any]] = []
     head = () if is_whole else tuple([answer.get(name) for name in ("type", "item_id", "index", "content_index")])
-    values = [(answer, head, False)]
+    values = [(answer, head, False, False)]
     while values:
-        value, channel, is_delta = values.pop()
+        value, channel, is_delta, is_content = values.pop()
+        if isinstance(value, dict):  # the input of a call may have values as names
+            for name in [name for name in value if vault.restored(name) != name]:
+                value[vault.restored(name)] = value.pop(name)
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if name in _KEPT:
+            if name in _KEPT and not is_content:
                 continue
             is_part = (
                 is_delta or name == "delta" or (name == "text" and channel[len(head) : len(head) + 1] == ("choices",))
             )
             if not isinstance(item, str):
                 place = item.get("index", name) if isinstance(item, dict) else name
-                values += [(item, (*channel, place), is_part)] if isinstance(item, dict | list) else []
+                is_inside = is_content or name in ("input", "arguments")
+                values += [(item, (*channel, place), is_part, is_inside)] if isinstance(item, dict | list) else []
             elif is_part and not is_whole:
                 streamed.append((value, name, (*channel, name)))
             else:
-                value[name] = vault.restored(item, is_json=_is_json(name, vault))
+                value[name] = vault.restored(item, is_json=not is_content and _is_json(name, vault))
     return streamed
 
 

@@ -38,6 +38,9 @@ _DATE = re.compile(r"(?:19|20)\d\d\D\d\d?\D\d\d?(?!\d)")
 _GROUPS_MAX = 8  # of a number: more are several numbers
 _PHONE_CHECKS, _IBAN_CHECKS = 10, 5  # whose time a look at libphonenumber's tables, or at an IBAN, takes
 _STATES_BYTES_MAX = 64 << 20  # of a pattern's automaton in RE2, made as texts need them
+# a character as JSON or a URL spells it, and what shows nothing
+_SPELLED = r"\\u(?:[0-9a-cA-CefEF][0-9a-fA-F]|[dD][0-7])[0-9a-fA-F]{2}|%[2-7][0-9a-fA-F]|[\x{AD}\x{200B}-\x{200D}\x{2060}\x{FEFF}]"
+_IS_SPELLED = re2.compile(_SPELLED)
 _ESCAPED = "nrtbf"  # a JSON text in a text has these letters of its escapes before a value
 
 
@@ -64,17 +67,15 @@ class Finder:
 
     def has_any(self, text: str) -> bool:
         """Whether a text may have a value: a scan for each pattern, which is all that most texts cost."""
-        return any(pattern.search(text) is not None for pattern in self._patterns.values())
+        texts = (text, _plain(text)[0]) if _IS_SPELLED.search(text) else (text,)
+        return any(pattern.search(one) is not None for one in texts for pattern in self._patterns.values())
 
     def spans(self, text: str, left: list[int]) -> list[Span]:
         """The values of a text in order, those that overlap as one."""
-        spans: list[Span] = []
-        for name, pattern in self._patterns.items():
-            for match in pattern.finditer(text):
-                start, end = match.span()
-                if start and text[start - 1] == "\\" and text[start] in _ESCAPED:
-                    start += 1
-                spans += self._proven(name, text, start, end, left)
+        spans = self._found(text, left)
+        if _IS_SPELLED.search(text):
+            plain, at = _plain(text)
+            spans += [(at[start], at[end], kind) for start, end, kind in self._found(plain, left) if end > start]
         merged: list[Span] = []
         for start, end, kind in sorted(spans, key=lambda span: (span[0], -span[1])):
             if merged and start < merged[-1][1]:
@@ -82,6 +83,16 @@ class Finder:
             elif end > start:
                 merged.append((start, end, kind))
         return merged
+
+    def _found(self, text: str, left: list[int]) -> list[Span]:
+        spans: list[Span] = []
+        for name, pattern in self._patterns.items():
+            for match in pattern.finditer(text):
+                start, end = match.span()
+                if start and text[start - 1] == "\\" and text[start] in _ESCAPED:
+                    start += 1
+                spans += self._proven(name, text, start, end, left)
+        return spans
 
     def _proven(self, name: str, text: str, start: int, end: int, left: list[int]) -> Iterator[Span]:
         """The values in the candidate of a pattern."""
@@ -176,3 +187,16 @@ def _ascii(text: str) -> str:
     if text.isascii():
         return text
     return "".join(str(unicodedata.decimal(one)) if one.isdecimal() else one for one in text)
+
+
+def _plain(text: str) -> tuple[str, list[int]]:
+    """A text without its spellings, and where each of its characters, and its end, is in `text`."""
+    pieces, places, until = list[str](), list[int](), 0
+    for match in _IS_SPELLED.finditer(text):
+        start, end = match.span()
+        hexadecimal = match[0].lstrip("\\u%")
+        char = chr(int(hexadecimal, 16)) if hexadecimal.isascii() else ""
+        pieces += [text[until:start], char]
+        places += [*range(until, start), *[start] * len(char)]
+        until = end
+    return "".join([*pieces, text[until:]]), [*places, *range(until, len(text) + 1)]

@@ -14,6 +14,13 @@ _NAMES = """
     summary system text thinking
 """
 _TEXTS = frozenset(_NAMES.split())
+_OF_TYPE = {  # fields that are texts in an object of this `type` alone
+    "code_interpreter_call": ("code",),
+    "document": ("title", "context"),
+    "logs": ("logs",),
+    "search_result": ("title", "source"),
+    "text": ("data",),
+}
 _VALUES = frozenset({"arguments", "input", "output"})  # of a tool's call: an object has texts under any name
 
 
@@ -44,9 +51,14 @@ def _walked(node: Any, visit: Callable[[str], str], *, is_text: bool = False, is
         return [_walked(item, visit, is_text=is_text, is_value=is_value) for item in node]
     if not isinstance(node, dict):
         return node
+    kind = node.get("type")
+    texts = _OF_TYPE.get(kind, ()) if isinstance(kind, str) else ()
     return {
         name: _walked(
-            item, visit, is_text=name in _TEXTS, is_value=is_value or (name in _VALUES and isinstance(item, dict))
+            item,
+            visit,
+            is_text=name in _TEXTS or name in texts,
+            is_value=is_value or (name in _VALUES and isinstance(item, dict)),
         )
         for name, item in node.items()
     }

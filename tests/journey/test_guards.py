@@ -55,6 +55,16 @@ def looks(record: Any) -> list[tuple[str, bool, str]]:
     return [(one.name, one.is_after, one.verdict) for one in record.request.guards]
 
 
+DOCUMENTS = [
+    {
+        "type": "document",
+        "title": "{}",
+        "context": "{}",
+        "source": {"type": "text", "media_type": "text/plain", "data": "{}"},
+    },
+    {"type": "search_result", "title": "{}", "source": "{}", "content": [{"type": "text", "text": "{}"}]},
+    {"type": "text", "text": "hi"},
+]
 SURFACES: list[dict[str, Any]] = [
     {"path": "/v1/chat/completions", "content": "{}"},
     {"path": "/v1/chat/completions", "content": "{}", "stream": True},
@@ -75,6 +85,7 @@ SURFACES: list[dict[str, Any]] = [
         ],
         "tools": [{"name": "sh", "input_schema": {"type": "object"}}],
     },
+    {"path": "/v1/messages", "model": "claude", "max_tokens": 9, "messages": [{"role": "user", "content": DOCUMENTS}]},
 ]
 
 

@@ -112,6 +112,18 @@ async def test_callers_share_an_entry_and_get_their_own_values(open_a_world: Ope
     assert again.cache == "miss"
 
 
+async def test_a_hit_by_meaning_has_only_placeholders_of_its_request(open_a_world: OpenWorld) -> None:
+    """An answer with a placeholder that another wording has no value for is a miss, with one value or none; another is a hit."""
+    world = await open_a_world(models=MODELS)
+    world.backends["plain"].plays("Dear <EMAIL_1>", ", not <EMA", "IL_2>", Finish(), Tokens())
+    entry = (await world.record(await world.ask("Greet a@x.com, not b@y.org"))).cache.entry
+    world.semantic.hits(entry)
+    for words, source in (("Hello all", "miss"), ("Hello c@z.net", "miss"), ("Hello c@z.net not d@z.net", "semantic")):
+        reply = await world.ask(words)
+        assert reply.cache == source
+    assert reply.content == "Dear c@z.net, not d@z.net"
+
+
 async def test_a_flight_restores_for_each_reader(open_a_world: OpenWorld) -> None:
     """Two callers with other values wait for one generation, and each reads its own."""
     world = await open_a_world(models=MODELS)
@@ -178,6 +190,18 @@ async def test_a_request_that_cannot_be_masked_goes_nowhere(
     assert (reply.status, reply.error["code"]) == (500, "masking_failed")
     assert not world.backends["plain"].calls
     shows_none((await kept(world)).decode() + repr(logged) + reply.text)
+
+
+async def test_a_refusal_that_quotes_a_value_is_recorded_without_it(open_a_world: OpenWorld, logged: list[Any]) -> None:
+    """The client reads what was wrong; no record and no log has the value, before and after the first masked request."""
+    world = await open_a_world(models=MODELS)
+    for _ in range(2):
+        refused = await world.ask(raw=json.dumps({"model": "mock", "messages": [{"role": EMAIL}]}).encode())
+        assert refused.status == 400
+        assert EMAIL in refused.text
+        await world.ask(ASKED)
+    shows_none((await kept(world)).decode() + repr(logged))
+    assert "got '<EMAIL_1>'" in repr(world.records)
 
 
 async def test_nothing_masked_is_kept_as_a_response(open_a_world: OpenWorld) -> None:

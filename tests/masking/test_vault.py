@@ -37,6 +37,10 @@ ALL = Finder(
         ("alice@example.com and alice@example.com", "<EMAIL_1> and <EMAIL_1>"),
         ("4111 1111 1111 1111 or 12 4111-1111-1111-1111", "<CARD_1> or 12 <CARD_2>"),
         ("4111 1111 1111 1112", "4111 1111 1111 1112"),
+        ('{"to":"alice\\u0040example.com"} ?u=alice%40example.com&n=1', '{"to":"<EMAIL_1>"} ?u=<EMAIL_2>&n=1'),
+        ("alice\u200b@exam\u00adple.com 4111\u200b1111\u200b1111\u200b1111", "<EMAIL_1> <CARD_1>"),
+        ("of M\\u00fcller GmbH, 100%25 sure, \\ud83d\\ude00 %zz", "of <CUSTOMER_1>, 100%25 sure, \\ud83d\\ude00 %zz"),
+        ("data: alice@example.com", "data: <EMAIL_1>"),
         ("DE89 3704 0044 0532 0130 00 and GB82WEST12345698765432 now", "<IBAN_1> and <IBAN_2> now"),
         ("GB82WEST12345698765433", "GB82WEST12345698765433"),
         ("call +49 30 901820 or 030 901820", "call <PHONE_1> or <PHONE_2>"),
@@ -68,6 +72,29 @@ def test_a_hostile_text_takes_no_quadratic_time(text: str) -> None:
     vault = Vault(ALL.spans)
     assert vault.restored(vault.masked(text)) == text
     assert time.process_time() - began < 5  # far below what every window of it would take
+
+
+MAIL, IMAGE = "alice@example.com", f"data:image/png;base64,{'Acme' * 20}/Acme/"
+
+
+@pytest.mark.parametrize(
+    ("body", "masked"),
+    [
+        ({"content": f"data: {MAIL}"}, {"content": "data: <EMAIL_1>"}),
+        ({"source": {"data": "4111111111111111 " * 8}}, {"source": {"data": "<CARD_1> " * 8}}),
+        ({"role": "user", "name": MAIL}, {"role": "user", "name": "EMAIL_1"}),
+        ({"name": "get_Acme", "id": "call_1"}, {"name": "get_Acme", "id": "call_1"}),
+        ({"properties": {MAIL: {}, "Acme": {}}}, {"properties": {"<EMAIL_1>": {}, "<CUSTOMER_1>": {}}}),
+        ({"const": 4111111111111111, "default": {"id": MAIL}}, {"const": "<CARD_1>", "default": {"id": "<EMAIL_1>"}}),
+        ({"arguments": '["alice\\u0040example.com"]'}, {"arguments": '["<EMAIL_1>"]'}),
+        ({"logit_bias": {MAIL: 1}}, {"logit_bias": {"<EMAIL_1>": 1}}),
+        ({"input": [{"role": "user", "content": "Acme"}]}, {"input": [{"role": "user", "content": "<CUSTOMER_1>"}]}),
+        ({"url": IMAGE}, {"url": IMAGE}),
+    ],
+)
+def test_values_are_masked_in_any_field(body: dict[str, Any], masked: dict[str, Any]) -> None:
+    """A value in a field that names something, in a key or in a schema is masked; names that are identifiers stay."""
+    assert masked_value(body, Vault(ALL.spans)) == masked
 
 
 def test_the_arguments_of_a_call_stay_json() -> None:
@@ -163,6 +190,16 @@ def test_a_stream_is_restored_wherever_it_is_cut(
     assert (first["message"]["content"] or "", second["message"]["content"] or "") == (expected, expected)
     assert first["message"]["tool_calls"][0]["function"]["arguments"] == _VAULT.restored(quoted, is_json=True)
     json.loads(first["message"]["tool_calls"][0]["function"]["arguments"])
+
+
+def test_the_input_of_a_call_is_restored_under_any_name() -> None:
+    """A whole message has a call's values again in fields that are names elsewhere, and in keys; the call's own name stays."""
+    given = {"name": MARKS[0], "type": MARKS[2], "arguments": MARKS[1], MARKS[0]: [{"id": MARKS[0]}], "n": 1}
+    call = {"type": "tool_use", "id": "toolu_1", "name": "<EMAIL_1>", "input": given}
+    whole = Chunk(b"", native=json.dumps({"type": "message", "id": "msg_1", "content": [call]}).encode())
+    (told,) = Restorer(_VAULT).all([whole])
+    expected = {"name": VALUES[0], "type": VALUES[2], "arguments": VALUES[1], VALUES[0]: [{"id": VALUES[0]}], "n": 1}
+    assert json.loads(told.native)["content"] == [{**call, "input": expected}]
 
 
 @settings(max_examples=100, deadline=None)
