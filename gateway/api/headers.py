@@ -8,6 +8,7 @@ compares.
 import time
 from difflib import get_close_matches
 from functools import lru_cache
+from heapq import nsmallest
 
 from cache import Entry
 from cache.fingerprint import FIELDS
@@ -65,7 +66,8 @@ def answer_headers(reply: Reply) -> Headers:
         (b"server-timing", f"sameway;dur={turn.elapsed_ms():.2f}".encode()),
     ]
     if unknown := turn.body.keys() - FIELDS.keys() - RESERVED.keys():
-        headers += [(b"x-sameway-warning", typo.encode()) for typo in map(_typo, sorted(unknown)[:_TYPOS_MAX]) if typo]
+        typos = filter(None, map(_typo, nsmallest(_TYPOS_MAX, unknown)))
+        headers += [(b"x-sameway-warning", typo.encode()) for typo in typos]
     limit_headers = reply.looked.limit_headers
     if flight is not None:
         answered, holds = flight.generation.answered, flight.generation.holds

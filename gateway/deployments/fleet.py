@@ -41,7 +41,7 @@ from policies.routing import PolicyKind
 
 EMBEDDER = "embedder"  # the name of its deployment, in the ledger and in budgets
 _NAMES_SHOWN_MAX = 10
-_COMPARED_MAX = 100
+_COMPARED_CHARS_MAX, _COMPARED_MAX = 40, 50  # a comparison of two long names takes 0.3 ms, on the event loop
 
 _log = get_logger()
 
@@ -116,7 +116,7 @@ class Fleet:
             names = [one for one in listed if allowed is None or one in allowed]
             names_shown = ", ".join(f"`{one}`" for one in names[:_NAMES_SHOWN_MAX]) or "none that this API key may use"
             more = ", ..." if len(names) > _NAMES_SHOWN_MAX else ""
-            near = did_you_mean(name[:_COMPARED_MAX].lower(), names)
+            near = did_you_mean(name[:_COMPARED_CHARS_MAX].lower(), names[:_COMPARED_MAX])
             raise NotFound(
                 f"The model `{shown(name)}` does not exist; there is {names_shown}{more} (GET /v1/models){near}",
                 param="model",
