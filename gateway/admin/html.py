@@ -147,6 +147,7 @@ _PAGES = (
     ("/admin/teams", "Teams", "teams"),
     ("/admin/savings", "Savings", "savings"),
     ("/admin/cache", "Cache", "cache"),
+    ("/admin/quality", "Quality", "quality"),
     ("/admin/deployments", "Deployments", "deployments"),
     ("/admin/models", "Models", "models"),
     ("/admin/batches", "Batches", "batches"),

@@ -326,18 +326,13 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
         reader = principal_of(request)
         near_misses = await views.near_misses(parts, reader, RouteFilter(), limit=10)
         stats = await views.or_none(views.stats(parts, StatsWindow.DAY))
-        latest = await views.routes(parts, reader, RouteFilter(cache="semantic"), limit=_LATEST)
         return pages.render(
             request,
             "cache.html",
             status,
             cache=sizes,
             near=near_misses["routes"],
-            verifier=await verifier_views.cache_verifier(parts, reader),
             causes=(await misses.cache_misses(parts, reader)).causes,
-            latest=latest["routes"],
-            wrong=(await cache_views.wrong(parts, reader))["wrong"],
-            certificates=(await cache_views.certificate(parts))["certificates"],
             stats=stats,
             charts=charts_of(stats),
             teams=await parts.accounts.list_teams(),
@@ -352,6 +347,22 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     @router.get("/cache")
     async def cache(request: Request) -> Response:
         return await render_cache(request)
+
+    @router.get("/quality")
+    async def quality(request: Request) -> Response:
+        reader = principal_of(request)
+        latest = await views.routes(parts, reader, RouteFilter(cache="semantic"), limit=_LATEST)
+        return pages.render(
+            request,
+            "quality.html",
+            certificates=(await cache_views.certificate(parts))["certificates"],
+            verifier=await verifier_views.cache_verifier(parts, reader),
+            wrong=(await cache_views.wrong(parts, reader))["wrong"],
+            latest=latest["routes"],
+            stats=await views.or_none(views.stats(parts, StatsWindow.DAY)),
+            settings=parts.settings.cache,
+            log_prompts=parts.settings.log_prompts,
+        )
 
     async def render_answer(request: Request, **values: Any) -> Response:
         return pages.render(request, "answer.html", **values)

@@ -115,7 +115,7 @@ def _of_truth(truths: Sequence[LiveError]) -> list[Problem]:
         Problem(
             f"At least {error.measured.low:.1%} of {error.team}'s requests for {error.alias} were answered wrongly by "
             f"meaning in the last day; the bound is {error.error_max:.2%}: it has tightened itself",
-            "/admin/cache#certificate",
+            "/admin/quality#certificate",
             is_urgent=True,
         )
         for error in truths

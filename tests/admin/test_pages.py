@@ -535,10 +535,10 @@ async def test_without_redis_the_pages_say_so(tmp_path: Path) -> None:
         await redis.aclose()
 
 
-async def test_the_cache_page_shows_what_is_wrong_and_mends_it(world: World, browser: httpx.AsyncClient) -> None:
+async def test_the_quality_page_shows_what_is_wrong_and_mends_it(world: World, browser: httpx.AsyncClient) -> None:
     """The measured error beside its bound, a banner where it has tightened itself, and what is out of service, with its buttons."""
     ids = await seed(world)
-    page = (await browser.get("/admin/cache")).text
+    page = (await browser.get("/admin/quality")).text
     assert "tightened to" in page
     assert "with all answers equal to it" in page
     assert "checked, numbers differ" in page
@@ -556,16 +556,16 @@ async def test_the_cache_page_shows_what_is_wrong_and_mends_it(world: World, bro
         reply = await browser.post(
             "/admin/cache/clear", data={"team_id": str(ids["search"]), "name": name}, headers=OWN
         )
-        assert (reply.status_code, reply.headers["location"]) == (303, "/admin/cache?done=cleared")
-    assert 'name="name"' not in (await browser.get("/admin/cache")).text
+        assert (reply.status_code, reply.headers["location"]) == (303, "/admin/quality?done=cleared")
+    assert 'name="name"' not in (await browser.get("/admin/quality")).text
     assert (await browser.post("/admin/cache/clear", data={"name": "x"}, headers=OWN)).status_code == 400
 
 
-async def test_the_cache_page_shows_what_judging_cost(world: World, browser: httpx.AsyncClient) -> None:
+async def test_the_quality_page_shows_what_judging_cost(world: World, browser: httpx.AsyncClient) -> None:
     """By team beside what the cache saved it; the values are those of the API."""
     await seed(world)
-    page = (await browser.get("/admin/cache")).text
-    card = page[page.index('id="judges"') : page.index('id="wrong"')]
+    page = (await browser.get("/admin/quality")).text
+    card = page[page.index('id="judges"') : page.index('id="words"')]
     for text in ("search", "$0.000095", "support"):
         assert text in card, text
     stats = await views.stats(world.admin, StatsWindow.DAY)
@@ -581,7 +581,7 @@ async def test_a_certificate_is_started_anew(world: World, browser: httpx.AsyncC
     ids = await seed(world)
     where = {"team_id": str(ids["search"]), "model": "small"}
     reply = await browser.post("/admin/cache/certificate", data=where, headers=OWN)
-    assert (reply.status_code, reply.headers["location"]) == (303, "/admin/cache?done=certified")
+    assert (reply.status_code, reply.headers["location"]) == (303, "/admin/quality?done=certified")
     assert "an admin asked for it" in (await browser.get(f"/admin/teams/{ids['search']}")).text
     assert "an admin asked for it" not in (await browser.get(f"/admin/teams/{ids['support']}")).text
     assert "new certificate: small" in (await browser.get("/admin/audit")).text
@@ -686,7 +686,7 @@ async def test_an_admin_says_right_and_wrong(world: World, browser: httpx.AsyncC
     assert (
         (await browser.post("/admin/cache/report", data=away, headers=OWN))
         .headers["location"]
-        .startswith("/admin/cache")
+        .startswith("/admin/quality")
     )
 
 

@@ -69,6 +69,7 @@ PAGES = (
     "/teams",
     "/savings",
     "/cache",
+    "/quality",
     "/deployments",
     "/models",
     "/batches",
