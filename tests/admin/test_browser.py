@@ -43,7 +43,12 @@ async def test_pages_render_clean_at_three_widths_and_in_both_schemes(world: Wor
             await visitor.page.evaluate("document.querySelectorAll('details').forEach((one) => one.open = true)")
             assert await visitor.barriers() == [], page
             assert await visitor.misfits(page) == []
-            if page in ("", "/quality", "/deployments", "/savings"):  # with all kinds of marks; axe takes a second a page
+            if page in (
+                "",
+                "/quality",
+                "/deployments",
+                "/savings",
+            ):  # with all kinds of marks; axe takes a second a page
                 await visitor.page.emulate_media(color_scheme="dark")
                 assert await visitor.barriers("color-contrast") == [], (page, "dark")
             assert await visitor.page.title() != "owned"
