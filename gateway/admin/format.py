@@ -6,6 +6,7 @@ Each function is a filter of the templates. No HTML but the <time> element of `a
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -116,7 +117,7 @@ def changes(text: str) -> list[tuple[str, str | None, str | None]]:
     """The change of a row of the audit log: each field's name in words, and its values before and after in the unit
     that the field's name ends in; None: there is none. What is new and says nothing is left out.
     """
-    pairs = json.loads(text or "{}").items()
+    pairs = [pair for pair in json.loads(text or "{}").items() if pair[0] not in ("id", "team_id")]  # which the row has
     return [_change(name, old, new) for name, (old, new) in pairs if old is not None or new or _says(name, new)]
 
 
@@ -158,9 +159,20 @@ _MICROUSD = re.compile(r"(\d+) µUSD")
 _MS = re.compile(r"(?<![\d.])(\d+) ms\b")
 
 
+_ERRNO = re.compile(
+    r"(?:\w+Error: )*(?:Redis is away: no connection: )?\[Errno (-?\d+)\] (?:Connect call failed \('(.+?)'(?:, (\d+))?.*?\))?"
+)
+
+
 def in_units(text: str) -> str:
-    """The router's words, with µUSD as dollars and ms as durations."""
+    """A part's own words for people: µUSD as dollars, ms as durations, an errno by its name."""
+    text = _ERRNO.sub(_named_errno, text)
     return _MS.sub(lambda time: ms(int(time[1])), _MICROUSD.sub(lambda amount: usd(int(amount[1])), text))
+
+
+def _named_errno(found: re.Match[str]) -> str:
+    number, host, port = found.groups()
+    return "" if host is None else f"{os.strerror(int(number)).lower()} by {host}{f':{port}' if port else ''}"
 
 
 def utc(at_s: float) -> str:

@@ -29,15 +29,25 @@ from gateway.admin.guard import principal_of
 from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut
 from gateway.admin.parts import AdminParts
-from gateway.admin.queries import GROUPS, CacheKind, RouteFilter, RouteOutcome, days_of, id_of, ledger_filter, periods
+from gateway.admin.queries import (
+    GROUPS,
+    Asker,
+    CacheKind,
+    RouteFilter,
+    RouteOutcome,
+    days_of,
+    id_of,
+    ledger_filter,
+    periods,
+)
 from gateway.admin.roles import may
 from gateway.admin.sign_in import add_doors, end_sessions
 from gateway.settings import NEAR_SIMILARITY_MIN, Role, is_pattern
 from gateway.telemetry.summary import StatsWindow
 from gateway.wire.errors import NotFound
 
-_ROUTES_PER_PAGE = 50
-_LEDGER_PER_PAGE = 50
+_ROUTES_PER_PAGE = 30
+_LEDGER_PER_PAGE = 30
 _SUMS_PER_PAGE = 200
 _AUDIT_PER_PAGE = 100
 _PEOPLE_SHOWN = 200
@@ -144,7 +154,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             request,
             "requests.html",
             **shown,
-            is_filtered=where != RouteFilter(),
+            is_filtered=where != RouteFilter(asked_by="caller"),
             choices=await views.route_choices(parts, _among(request, where.team_id)),
             models=parts.settings.names,
         )
@@ -186,7 +196,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             request,
             "ledger.html",
             rows=page["rows"],
-            older=with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
+            older=_older(request, page["cursor"]),
             by=by,
             groups=GROUPS,
             sums=sums,
@@ -209,11 +219,16 @@ async def _shown_routes(
     return {
         "routes": page["routes"],
         "newest": page["newest"],
-        "older": with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
+        "older": _older(request, page["cursor"]),
         "where": where,
         "prices": {one.name: one for one in parts.deployments()},
         "advice": {reason: misses.CAUSES[cause] for reason, cause in misses.CAUSE_OF.items()},
     }
+
+
+def _older(request: Request, cursor: str | int | None) -> str | None:
+    """The query of the next page; None where this one is the last."""
+    return with_query(request, {"cursor": str(cursor)}) if cursor else None
 
 
 def _shown_days(parts: AdminParts, request: Request, where: LedgerFilter) -> dict[str, Any]:
@@ -237,16 +252,18 @@ def _twin(where: LedgerFilter, **more: str | None) -> str:
 
 def _route_filter(request: Request) -> RouteFilter:
     """The filter in the query; unknown values filter nothing."""
-    query = request.query_params
+    query, request_id = request.query_params, request.query_params.get("request_id", "").strip()
     caches: dict[str, CacheKind] = {name: name for name in get_args(CacheKind)}
     outcomes: dict[str, RouteOutcome] = {name: name for name in get_args(RouteOutcome)}
+    askers: dict[str, Asker] = {"sameway": "sameway", "all": ""}
     return RouteFilter(
         team_id=_team_id(request),
         model=query.get("model", ""),
         cache=caches.get(query.get("cache", ""), ""),
         deployment=query.get("deployment", ""),
         outcome=outcomes.get(query.get("outcome", ""), ""),
-        request_id=query.get("request_id", "").strip(),
+        request_id=request_id,
+        asked_by=askers.get(query.get("asked_by", "all" if request_id else ""), "caller"),
     )
 
 
@@ -378,13 +395,15 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     @router.get("/batches")
     async def batches(request: Request, cursor: Annotated[str, Query(max_length=100)] = "") -> Response:
         page = await views.batches(parts, cursor, _AUDIT_PER_PAGE)
-        return pages.render(request, "batches.html", batches=page["batches"], older=page["cursor"])
+        return pages.render(request, "batches.html", batches=page["batches"], older=_older(request, page["cursor"]))
 
     @router.get("/audit")
     async def audit(request: Request, cursor: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None) -> Response:
         page = await cache_views.audit(parts, cursor, _AUDIT_PER_PAGE)
         days = parts.settings.access.audit_days
-        return pages.render(request, "audit.html", rows=page["rows"], older=page["cursor"], kept_days=days)
+        return pages.render(
+            request, "audit.html", rows=page["rows"], older=_older(request, page["cursor"]), kept_days=days
+        )
 
     return {"cache": render_cache, "answer": render_answer, "models": render_models}
 

@@ -4,8 +4,9 @@ A pure function of measurements. No HTTP.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 
-from gateway.admin.format import amount, window
+from gateway.admin.format import amount, in_units, window
 from gateway.admin.models import BudgetOut, DeploymentOut, Problem
 from gateway.telemetry.hosts import Host
 from gateway.telemetry.measured_error import LiveError
@@ -46,6 +47,7 @@ def problems(
         *(Problem(line, _DEPLOYMENTS) for line in unverified),
         *_of_hosts(hosts),
     ]
+    current = [replace(problem, message=in_units(problem.message)) for problem in current]
     return sorted(current, key=lambda problem: not problem.is_urgent)
 
 

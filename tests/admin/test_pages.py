@@ -202,11 +202,28 @@ async def test_near_misses_open_and_say_where_the_texts_are(world: World, browse
     page = (await browser.get("/admin/cache")).text
     assert "a similarity of 0.6 or more" in page
     assert "only where the setting <code>log_prompts</code> is on" in page
-    table = page[page.index("<h2>Near misses</h2>") :]
+    table = page[page.index('id="near-misses"') :]
     assert "req_far" not in table
     (link,) = set(re.findall(r'href="(/admin/requests\?request_id=[^"]+)"', table))
     assert 'id="route-req_near" open' in (await browser.get(link)).text
     assert " open>" not in (await browser.get("/admin/requests")).text
+
+
+async def test_sameways_own_requests_are_shown_when_asked_for(world: World, browser: httpx.AsyncClient) -> None:
+    """Questions to verifiers and checks are no requests of applications; a link to one of them opens it."""
+    for route in ("chat", "verify", "check", "refresh"):
+        world.stats.add(miss(at_s=NOW_S, request_id=f"req_{route}", route=route))
+    await world.stats.flush()
+
+    async def shown(query: str) -> set[str]:
+        return set(re.findall('id="route-req_([a-z]+)"', (await browser.get(f"/admin/requests?{query}")).text))
+
+    assert await shown("") == await shown("asked_by=x") == {"chat"}
+    assert await shown("asked_by=sameway") == {"verify", "check", "refresh"}
+    assert await shown("asked_by=all") == {"chat", "verify", "check", "refresh"}
+    assert await shown("request_id=req_verify") == {"verify"}
+    api = (await browser.get("/admin/api/routes?asked_by=sameway")).json()["routes"]
+    assert {one["route"] for one in api} == {"verify", "check", "refresh"}
 
 
 async def test_many_teams_are_on_several_pages_and_found_by_name(world: World, browser: httpx.AsyncClient) -> None:
@@ -442,11 +459,11 @@ async def test_a_new_team_takes_its_budget(world: World, browser: httpx.AsyncCli
 async def test_what_is_assumed_is_shown_as_assumed(world: World, browser: httpx.AsyncClient) -> None:
     """Abilities and a price that no table and no setting has are not shown as facts."""
     page = (await browser.get("/admin/deployments")).text
-    assert "Assumed:" not in page
+    assert "Assumed to do" not in page
     assert "counted as free" not in page
     world.deployments[1] = REMOTE.model_copy(update={"are_capabilities_assumed": True, "is_price_known": False})
     page = (await browser.get("/admin/deployments")).text
-    assert page.count("Assumed:") == 1
+    assert page.count("Assumed to do 4 things") == 1
     assert '<span class="tag assumed">json schema</span>' in page
     assert "counted as free" in page
 
