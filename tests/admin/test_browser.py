@@ -67,8 +67,9 @@ async def test_pages_render_clean_at_three_widths_and_in_both_schemes(world: Wor
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 async def test_every_page_fits_and_excludes_nobody_in_every_state(tmp_path: Path) -> None:
-    """Empty, busy and without Redis; at three widths, light and dark: nothing outside its card, and nothing for axe-core."""
+    """Empty, busy and without Redis; narrow and dark, wide and light: nothing outside its card, and nothing for axe-core."""
     with run_redis() as server:
         redis = Redis.from_url(server.url, retry=None)
         async with (
@@ -109,16 +110,13 @@ async def _busy(world: World) -> tuple[str, ...]:
 async def _look_at(visitor: Visitor, pages: tuple[str, ...], state: str) -> None:
     for page in pages:
         await visitor.open(f"/admin{page}")
-        for is_open in (False, True):
-            await visitor.page.evaluate(
-                "(open) => document.querySelectorAll('details').forEach((one) => one.open ||= open)", is_open
-            )
-            assert await visitor.misfits(page) == [], state
-            for scheme in ("light", "dark"):
-                await visitor.page.emulate_media(color_scheme=scheme)
-                for width in (420, 1280):
-                    await visitor.page.set_viewport_size({"width": width, "height": 900})
-                    assert await visitor.barriers() == [], (page, state, scheme, width)
+        assert await visitor.misfits(page) == [], state
+        await visitor.page.evaluate("document.querySelectorAll('details').forEach((one) => one.open = true)")
+        assert await visitor.misfits(page) == [], state
+        for scheme, width in (("dark", 420), ("light", 1280)):
+            await visitor.page.emulate_media(color_scheme=scheme)
+            await visitor.page.set_viewport_size({"width": width, "height": 900})
+            assert await visitor.barriers() == [], (page, state, scheme, width)
 
 
 async def test_a_new_admin_makes_a_team_a_budget_and_a_key(world: World) -> None:
@@ -182,6 +180,7 @@ async def test_a_purge_asks_first_and_an_import_shows_its_result(world: World) -
         asked = {"model": world.admin.settings.names[0], "messages": [{"role": "user", "content": "When do you open?"}]}
         blank = b" " * (100 << 10)  # so many of them are two portions
         lines = [*([blank] * 60), json.dumps({"request": asked, "answer": "At nine."}).encode(), b"{}"]
+        await page.get_by_text("Import answers").click()
         await page.get_by_label("File").set_input_files(
             {"name": "answers.jsonl", "mimeType": "application/x-ndjson", "buffer": b"\n".join(lines)}
         )
