@@ -53,7 +53,11 @@ def texts_in(body: Any) -> dict[str, None]:
 
 def swapped(body: Any, texts: dict[str, str]) -> Any:
     """`body` with other texts, by those that they replace."""
-    return walked(body, lambda text, *, is_name=False: texts.get(text, text))
+
+    def other(text: str, *, is_name: bool = False) -> str:
+        return texts.get(text, text)
+
+    return walked(body, other)
 
 
 def walked(value: Any, visit: Visit, name: str = "", *, is_value: bool = False) -> Any:
