@@ -45,7 +45,7 @@ ROOMS = {
         "checkpoints", "machine", "executors", "models", "attention", "weights", "step_in_flight", "gpu_sampler",
         "sampler", "sequence", "speculation", "grammar", "text", "apart", "messages", "kernels", "config",
     ),
-    "ipc": ("ipc", "client", "server", "frames", "options", "logs"),
+    "ipc": ("ipc", "client", "server", "frames", "logs"),
 }
 # fmt: on
 # The most lines of code (no blank line, comment or docstring) that each room may have: who needs more finds what it makes
@@ -70,7 +70,6 @@ SMALL_FILES: dict[str, str] = {
     "gateway/worker.py": "a process",
     "gateway/child_output.py": "the supervisor knows no lines",
     "gateway/deployments/server_metrics.py": "others' names, by their kind and version",
-    "ipc/options.py": "no part of the calls",
     "ipc/logs.py": "no part of the calls",
     "local_engine/executors/torch.py": "one of three ways to run a step, each a module",
 }
