@@ -151,7 +151,7 @@ class Configuration:
         self.settings.adopt(settings)
         self._pipeline.exact.take(cache_limits(settings))
         self._semantic.timeout_s = settings.cache.semantic_timeout_ms / 1000.0
-        self._learning.take(settings.cache, self._pipeline)
+        self._learning.take(settings.cache)
         for applied in self.applied:
             applied()
         self.refused, self.at_s = "", time.time()

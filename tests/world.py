@@ -1213,7 +1213,7 @@ def _verifiers(
     if not any(settings.verification(name).verifier for name in settings.models):
         return None
     return Verifiers(
-        settings,
+        settings=settings,
         fleet=fleet,
         accounts=accounts,
         exact=exact,
