@@ -1146,7 +1146,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
         money=money,
         fleet=fleet,
         bearers=bearers,
-        emit=emit,
+        observe=emit,
         learn=learner.recorded,
     )
     questions: list[tuple[str, int, str]] = []
