@@ -52,8 +52,8 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 4060, "gateway/access": 495, "gateway/accounts": 3326, "gateway/admin": 4612, "gateway/alerts": 384, "gateway/api": 4390,
-    "gateway/backends": 3140, "gateway/batches": 1220, "gateway/deployments": 1930, "gateway/journey": 3800,
+    "gateway": 4060, "gateway/access": 495, "gateway/accounts": 3326, "gateway/admin": 4622, "gateway/alerts": 384, "gateway/api": 4390,
+    "gateway/backends": 3152, "gateway/batches": 1220, "gateway/deployments": 1930, "gateway/journey": 3821,
     "gateway/learning": 1580, "gateway/masking": 430, "gateway/reconcile": 610, "gateway/telemetry": 2240, "gateway/transport": 870,
     "gateway/wire": 2280, "cache": 1120, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1330,
     "cache/semantic": 1710, "cache/verdicts": 610, "cache/worker": 600, "policies": 2460, "local_engine": 2200,
@@ -70,7 +70,6 @@ SMALL_FILES: dict[str, str] = {
     "gateway/worker.py": "a process",
     "gateway/child_output.py": "the supervisor knows no lines",
     "gateway/deployments/server_metrics.py": "others' names, by their kind and version",
-    "gateway/wire/texts.py": "which fields have texts is a matter of the APIs' shapes",
     "ipc/options.py": "no part of the calls",
     "ipc/logs.py": "no part of the calls",
     "local_engine/executors/torch.py": "one of three ways to run a step, each a module",
