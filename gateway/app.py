@@ -494,7 +494,7 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
     files = FilesEndpoint(parts.pipeline, parts.files), AnthropicFiles(parts.pipeline, parts.files)
     memory, background = parts.memory, parts.background
     stored = StoredResponses(parts.pipeline, memory, background)
-    chats = StoredChats(parts.pipeline, parts.stored_responses)
+    chats = StoredChats(parts.pipeline, memory, parts.stored_responses)
     conversations = ConversationsEndpoint(parts.pipeline, memory)
     batches = BatchesEndpoint(parts.pipeline, parts.batches, parts.runner.woken.set)
     of_messages = MessageBatches(parts.pipeline, parts.batches, parts.runner.woken.set)
