@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from gateway.admin.roles import TABLE
 from gateway.admin.routes import api_routes
 from gateway.reserved import FIELDS, TOOLS
-from gateway.settings import SECTIONS, Role, Settings
+from gateway.settings import SECTIONS, Role
 from gateway.telemetry.metric_names import DEFINITIONS
 from tests import surfaces
 from tests.dialects import player

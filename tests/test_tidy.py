@@ -52,7 +52,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 4040, "gateway/access": 495, "gateway/accounts": 3326, "gateway/admin": 4612, "gateway/alerts": 384, "gateway/api": 4395,
+    "gateway": 4055, "gateway/access": 495, "gateway/accounts": 3326, "gateway/admin": 4612, "gateway/alerts": 384, "gateway/api": 4395,
     "gateway/backends": 3140, "gateway/batches": 1220, "gateway/deployments": 1930, "gateway/journey": 3800,
     "gateway/learning": 1580, "gateway/masking": 430, "gateway/reconcile": 610, "gateway/telemetry": 2240, "gateway/transport": 870,
     "gateway/wire": 2280, "cache": 1120, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1330,

@@ -40,8 +40,8 @@ from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore
 from gateway.admin.guard import Guard
 from gateway.admin.models import DeploymentOut
-from gateway.admin.parts import AdminParts
 from gateway.admin.pages import page_routes
+from gateway.admin.parts import AdminParts
 from gateway.admin.routes import api_routes
 from gateway.batches.batches import Batches
 from gateway.batches.files import Files

@@ -142,7 +142,12 @@ def test_help_lists_what_a_noun_can_do(capsys: pytest.CaptureFixture[str], monke
     assert "http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err
     assert main(["cache", "--help"]) == main(["keys", "--help"]) == 0
     shown = capsys.readouterr().out
-    for line in ("sameway cache import FILE", "sameway cache warm FILE", "sameway cache purge [--dry-run] [--id]", "sameway keys update KEY_ID [--name]"):  # fmt: skip
+    for line in (
+        "sameway cache import FILE",
+        "sameway cache warm FILE",
+        "sameway cache purge [--dry-run] [--id]",
+        "sameway keys update KEY_ID [--name]",
+    ):
         assert line in shown
 
 
