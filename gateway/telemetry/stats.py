@@ -306,22 +306,12 @@ class Stats:
         self._hits.clear()
         return [
             HitsRow(
-                id=secrets.token_hex(12),
-                at_ms=hour * 3_600_000,
-                team_id=team_id,
-                key_id=key_id,
-                alias=alias,
-                source=source,
-                requests=requests,
-                unknown=unknown,
-                baseline_microusd=saved,
-                user=user,
-                tags=tags,
-                session=session,
+                id=secrets.token_hex(12), at_ms=hour * 3_600_000, team_id=team_id, key_id=key_id, alias=alias, source=source,
+                user=user, tags=tags, session=session, requests=requests, unknown=unknown, baseline_microusd=saved,
             )
             for (hour, team_id, source, alias), parts in taken
             for (key_id, user, tags, session), (requests, unknown, saved) in parts.items()
-        ]
+        ]  # fmt: skip
 
     def _now(self) -> tuple[_Bucket, ...]:
         """The buckets of this minute."""

@@ -461,6 +461,14 @@ async def test_the_ledger_in_pages_and_as_csv(world: World, client: httpx.AsyncC
     assert rows[0]["at"] == "2040-05-17T12:45:00.000+00:00"
     assert {row["deployment"] for row in rows} == {"small@api", "'=cmd()"}  # no spreadsheet runs it
     assert (await client.get(f"/admin/api/ledger?until_s={NOW_S - 10}")).json()["rows"] == []
+    days = [
+        ("2040-05-17", "2040-05-18", 200, 8),
+        ("2040-05-18", "2040-05-19", 200, 0),
+        ("2040-05-32", "2040-06-01", 400, 0),
+    ]
+    for since, until, status, count in days:
+        found = await client.get(f"/admin/api/ledger?from_s={since}&until_s={until}")
+        assert (found.status_code, len(found.json().get("rows", []))) == (status, count)
 
 
 async def test_the_ledger_as_parquet(world: World, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
