@@ -6,6 +6,7 @@ its looks.
 
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Any, get_args
 from urllib.parse import urlencode
 
@@ -169,6 +170,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             request,
             "savings.html",
             savings=sums,
+            linked=partial(with_query, request),
             bars=waterfall(sums),
             chart=savings_chart(sums),
             team_id=team_id,
@@ -198,6 +200,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             rows=page["rows"],
             older=_older(request, page["cursor"]),
             by=by,
+            linked=partial(with_query, request),
             groups=GROUPS,
             sums=sums,
             days=_shown_days(parts, request, where),
