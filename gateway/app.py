@@ -350,7 +350,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds)
     guard, learn = _guard(settings, accounts, metrics, link, stack), learning.learn
     keys = Bearers(settings, guard.provider, accounts, guard.agents)
-    services: dict[str, Any] = {"money": money, "fleet": fleet, "bearers": keys, "emit": emit, "learn": learn}
+    services: dict[str, Any] = {"money": money, "fleet": fleet, "bearers": keys, "observe": emit, "learn": learn}
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, **services)
     learning.connect(pipeline)
     for end in (learning.aclose, pipeline.drain, learning.stop):  # the last one first
@@ -362,7 +362,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     )
     return WorkerParts(
         settings=settings,
-        configuration=Configuration(settings, pipeline, semantic, learning, metrics=metrics, link=link),
+        configuration=Configuration(settings, pipeline, semantic, learning, metrics, link),
         guard=guard,
         link=link,
         accounts=accounts,

@@ -21,11 +21,12 @@ from gateway.journey.storing import chunks_of
 from gateway.journey.turn import NO_LABELS, Ended, Labels, Turn
 from gateway.loggers import get_logger
 from gateway.masking.answers import Restorer
-from gateway.masking.vault import Vault, masked_value, texts_of
+from gateway.masking.vault import Vault, masked_value
 from gateway.settings import MaskSettings, Settings
 from gateway.wire.chunks import UNREADABLE, decoded
 from gateway.wire.errors import ApiError
 from gateway.wire.fold import fold
+from gateway.wire.texts import texts_in
 from gateway.wire.types import Chunk
 
 _LABELS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
@@ -62,8 +63,8 @@ class Masks:
         finder = self._finder
         native = None if turn.native is None else decoded(turn.native.raw)
         trace = turn.arrival.trace
-        sent = msgspec.structs.astuple(turn.labels), () if trace is None else trace.headers
-        text = "\0".join(texts_of([turn.body, turn.marked, native, *sent]))
+        headers = {} if trace is None else dict(trace.headers)
+        text = "\0".join(texts_in([turn.body, turn.marked, native, headers, *msgspec.structs.astuple(turn.labels)]))
         is_short = len(text) <= _ON_LOOP_CHARS_MAX
         if not (finder.has_any(text) if is_short else await asyncio.to_thread(finder.has_any, text)):
             return turn
@@ -182,6 +183,6 @@ class MaskedReader(Reader, eq=False, kw_only=True):
 def odd_placeholders(vault: Vault, chunks: Sequence[Chunk]) -> tuple[int, int]:
     """How many placeholders of an answer came back changed, and how many its request did not have."""
     try:
-        return vault.odd("\n".join(texts_of(decoded(fold(chunks)))))
+        return vault.odd("\n".join(texts_in(decoded(fold(chunks)))))
     except UNREADABLE:  # events as the provider sent them
         return 0, 0
