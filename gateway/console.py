@@ -63,19 +63,24 @@ def opened(
     return urllib.request.build_opener(*handlers).open(request, timeout=within_s)
 
 
+def here() -> str:
+    """The address of this host's gateway."""
+    return f"http://127.0.0.1:{os.environ.get('SAMEWAY_PORT') or 8080}"
+
+
 def command(noun: str, arguments: Sequence[str]) -> int:
     """Run one command; returns the exit status: 0, 1 where the gateway refused it, 2 where it is none."""
     places, options = _parsed(arguments)
-    url = str(options.pop("url", "http://127.0.0.1:8080")).rstrip("/").removesuffix("/v1")
+    url = str(options.pop("url", here())).rstrip("/").removesuffix("/v1")
     is_json = bool(options.pop("json", False))
     try:
+        if options.pop("help", False):
+            print("\n".join(_help(noun)))
+            return 0
         if noun == "cache" and places[:1] == ["warm"]:
             return _warm(url, places[1:], options)
         with opened(f"{url}/openapi.json", {}) as reply:
             document = json.load(reply)
-        if options.pop("help", False):
-            print("\n".join(_help(noun, document)))
-            return 0
         if noun == "cache" and places[:1] == ["import"]:
             return _import(url, places[1:], options)
         operation, path = _chosen(noun, places, document)
@@ -226,7 +231,12 @@ def _value(text: Any, schema: dict[str, Any], document: dict[str, Any]) -> Any:
         return text.split(",") if "array" in kinds else text
 
 
-def _help(noun: str, document: dict[str, Any]) -> Iterator[str]:
+def _help(noun: str) -> Iterator[str]:
+    from fastapi import FastAPI  # it takes a second, and a command without --help asks the gateway
+
+    from gateway.admin.routes import api_routes
+
+    document = FastAPI(routes=api_routes()).openapi()
     noun, only = _OTHERS.get(noun, (noun, ""))
     if noun == "cache":
         yield "sameway cache import FILE [--team-id N]\n    Puts answers into the cache, a JSON line each, with progress."
@@ -248,8 +258,8 @@ def _shown(value: Any) -> Iterator[str]:
     fields = value if isinstance(value, dict) else {"": value}
     tables = {name: one for name, one in fields.items() if isinstance(one, list) and one and isinstance(one[0], dict)}
     for name, cell in _cells(fields).items():
-        if name not in tables and cell:
-            yield f"{name}  {cell}"
+        if name not in tables and (cell or fields.get(name) == []):
+            yield f"{name}  {cell or 'none'}"
     for name, rows in tables.items():
         yield from _table([_cells(row) for row in rows], f"\n{name}\n" if len(fields) > len(tables) else "")
 

@@ -62,9 +62,9 @@ class Masks:
             self._made_of, self._finder = made_of, await asyncio.to_thread(_finder_of, made_of)
         finder = self._finder
         native = None if turn.native is None else decoded(turn.native.raw)
-        trace = turn.arrival.trace
-        headers = {} if trace is None else dict(trace.headers)
-        text = "\0".join(texts_in([turn.body, turn.marked, native, headers, *msgspec.structs.astuple(turn.labels)]))
+        headers = turn.arrival.trace.headers if turn.arrival.trace is not None else ()
+        sent = *msgspec.structs.astuple(turn.labels), *(value for _, value in headers)
+        text = "\0".join(texts_in([turn.body, turn.marked, native, *sent]))
         is_short = len(text) <= _ON_LOOP_CHARS_MAX
         if not (finder.has_any(text) if is_short else await asyncio.to_thread(finder.has_any, text)):
             return turn
