@@ -170,9 +170,9 @@ def in_units(text: str) -> str:
     return _MS.sub(lambda time: ms(int(time[1])), _MICROUSD.sub(lambda amount: usd(int(amount[1])), text))
 
 
-def _named_errno(found: re.Match[str]) -> str:
-    number, host, port = found.groups()
-    return "" if host is None else f"{os.strerror(int(number)).lower()} by {host}{f':{port}' if port else ''}"
+def _named_errno(refused: re.Match[str]) -> str:
+    number, host, port = refused.groups()
+    return f"{os.strerror(int(number)).lower()} by {host}{(port and f':{port}') or ''}" if host else ""
 
 
 def utc(at_s: float) -> str:
@@ -182,17 +182,13 @@ def utc(at_s: float) -> str:
 
 def moment(at_s: float) -> Markup:
     """A date and time in UTC for a column that says so."""
-    at = datetime.fromtimestamp(at_s, UTC)
-    return Markup('<time datetime="{}" title="{}">{}</time>').format(
-        at.isoformat(), utc(at_s), f"{at:%Y-%m-%d %H:%M:%S}"
-    )
+    return _time(at_s, f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M:%S}")
 
 
 def clock(at_s: float, now_s: float) -> Markup:
     """The time of day in UTC, or of another day the date and the minute."""
-    at = datetime.fromtimestamp(at_s, UTC)
-    text = f"{at:%H:%M:%S}" if at.date() == datetime.fromtimestamp(now_s, UTC).date() else f"{at:%d %b %H:%M}"
-    return Markup('<time datetime="{}" title="{}">{}</time>').format(at.isoformat(), utc(at_s), text)
+    at, now = datetime.fromtimestamp(at_s, UTC), datetime.fromtimestamp(now_s, UTC)
+    return _time(at_s, f"{at:%H:%M:%S}" if at.date() == now.date() else f"{at:%d %b %H:%M}")
 
 
 def ago(at_s: float | None, now_s: float) -> Markup | str:
@@ -201,7 +197,9 @@ def ago(at_s: float | None, now_s: float) -> Markup | str:
         return "never"
     distance = now_s - at_s
     text = f"{duration_s(int(distance), 1)} ago" if distance > 0 else f"in {duration_s(-distance)}"
-    if abs(distance) < 1:
-        text = "now"
-    moment = datetime.fromtimestamp(at_s, UTC)
-    return Markup('<time datetime="{}" title="{}">{}</time>').format(moment.isoformat(), utc(at_s), text)
+    return _time(at_s, "now" if abs(distance) < 1 else text)
+
+
+def _time(at_s: float, text: str) -> Markup:
+    at = datetime.fromtimestamp(at_s, UTC).isoformat()
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(at, utc(at_s), text)

@@ -4,6 +4,7 @@ Each page names its JSON twin. Decides what each page shows; templates and the s
 its looks.
 """
 
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -63,6 +64,8 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
     _add_history(router, parts, pages)
     renders = _add_overview(router, parts, pages) | _add_teams(router, parts, pages) | _add_cache(router, parts, pages)
     renders |= _add_people(router, parts, pages)
+    for name in ("cache", "deployments", "me", "models", "sessions"):
+        router.add_api_route(f"/{name}", _shown(renders[name]), name=name)
     add_forms(router, parts, renders)
     add_doors(router, parts, pages)
     add_device_page(router, parts, pages)
@@ -82,6 +85,15 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
         return static_file("favicon.svg") or Response(status_code=404)
 
     return [*agent_routes(parts), *files.routes, *router.routes]
+
+
+def _shown(render: Render) -> Callable[[Request], Awaitable[Response]]:
+    """A page as it is before a form of it was sent."""
+
+    async def page(request: Request) -> Response:
+        return await render(request)
+
+    return page
 
 
 def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
@@ -122,10 +134,6 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
     async def playground(request: Request) -> Response:
         names = [name for name in parts.settings.models if not is_pattern(name)]
         return pages.render(request, "playground.html", models=names)
-
-    @router.get("/deployments")
-    async def deployments(request: Request) -> Response:
-        return await render_deployments(request)
 
     return {"deployments": render_deployments}
 
@@ -256,15 +264,17 @@ def _twin(where: LedgerFilter, **more: str | None) -> str:
 def _route_filter(request: Request) -> RouteFilter:
     """The filter in the query; unknown values filter nothing."""
     query, request_id = request.query_params, request.query_params.get("request_id", "").strip()
-    caches: dict[str, CacheKind] = {name: name for name in get_args(CacheKind)}
-    outcomes: dict[str, RouteOutcome] = {name: name for name in get_args(RouteOutcome)}
+
+    def known(name: str, values: Any) -> Any:
+        return query[name] if query.get(name) in get_args(values) else ""
+
     askers: dict[str, Asker] = {"sameway": "sameway", "all": ""}
     return RouteFilter(
         team_id=_team_id(request),
         model=query.get("model", ""),
-        cache=caches.get(query.get("cache", ""), ""),
+        cache=known("cache", CacheKind),
         deployment=query.get("deployment", ""),
-        outcome=outcomes.get(query.get("outcome", ""), ""),
+        outcome=known("outcome", RouteOutcome),
         request_id=request_id,
         asked_by=askers.get(query.get("asked_by", "all" if request_id else ""), "caller"),
     )
@@ -364,10 +374,6 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
             **form,
         )
 
-    @router.get("/cache")
-    async def cache(request: Request) -> Response:
-        return await render_cache(request)
-
     @router.get("/quality")
     async def quality(request: Request) -> Response:
         reader = principal_of(request)
@@ -391,10 +397,6 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
         configured = await configuration.list_models(parts)
         return pages.render(request, "models.html", status, configured=configured, **form)
 
-    @router.get("/models", name="models")
-    async def models_page(request: Request) -> Response:
-        return await render_models(request)
-
     @router.get("/batches")
     async def batches(request: Request, cursor: Annotated[str, Query(max_length=100)] = "") -> Response:
         page = await views.batches(parts, cursor, _AUDIT_PER_PAGE)
@@ -416,18 +418,10 @@ def _add_people(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str,
         mine = await teams.me(parts, principal_of(request))
         return pages.render(request, "me.html", status, me=mine, models=parts.settings.names, **form)
 
-    @router.get("/me")
-    async def me(request: Request) -> Response:
-        return await render_me(request)
-
     async def render_sessions(request: Request, status: int = 200, **form: Any) -> Response:
         listed, people = await teams.list_sessions(parts), (await teams.list_people(parts)).people
         first = sorted(people, key=lambda one: (not one.is_disabled, -one.keys))[:_PEOPLE_SHOWN]
         shown = {"sessions": listed.sessions, "people": first, "more": len(people) - len(first)}
         return pages.render(request, "sessions.html", status, **shown, **form)
-
-    @router.get("/sessions")
-    async def sessions(request: Request) -> Response:
-        return await render_sessions(request)
 
     return {"me": render_me, "sessions": render_sessions}
