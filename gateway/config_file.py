@@ -32,6 +32,9 @@ from gateway.settings import (
     shown_variable,
 )
 
+WITHOUT_VERIFIER = (
+    "rephrased questions are hits only by what was learned; `cache.verifier: auto` asks a model, where that pays"
+)
 _VERSION = re.compile(r"/v\d|/openai\b", re.IGNORECASE)  # in the paths of base URLs
 # words of other price lists, for hints
 _OTHER_WORDS = {"prompt": "input", "completion": "output"}
@@ -131,6 +134,17 @@ def notes(settings: Settings) -> list[str]:
         elif not _VERSION.search(path):
             noted.append(f"{where} has no /v1; most servers' base URL ends in /v1: did you mean {_shown(url, '/v1')}?")
     return noted
+
+
+def unverified(settings: Settings) -> list[str]:
+    """The aliases with a model behind an address that are looked up by meaning and name no verifier."""
+    models = settings.models.items() if settings.cache.is_semantic else ()
+    return [
+        alias
+        for alias, model in models
+        if model.is_semantic and settings.verification(alias)[1] is None
+        if any(deployment.engine is None for deployment in model.deployments)
+    ]
 
 
 def _deployments(settings: Settings) -> Iterator[tuple[str, DeploymentSettings]]:

@@ -28,16 +28,18 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cache.worker.options import WorkerOptions
 from gateway import control
 from gateway.child_output import ChildOutput
-from gateway.config_file import with_models
+from gateway.config_file import WITHOUT_VERIFIER, unverified, with_models
 from gateway.data_dir import write_secret
 from gateway.extras import lacks
 from gateway.loggers import get_logger
 from gateway.settings import Settings, SettingsError, differences, refuse_fixed
 from gateway.transport.http_server import reserve
-from ipc import JSON_VARIABLE, argv_of
+from ipc import JSON_VARIABLE
 from local_engine.config import EngineConfig
 from local_engine.messages import EngineEnded, ended_path, write_ended
 
@@ -176,16 +178,19 @@ def engine_argv(settings: Settings, name: str) -> list[str]:
         answer_tokens_default=engine.output_tokens_default,
         **engine.model_dump(exclude={"model", "output_tokens_default"}),
     )
-    socket = ["--socket", str(settings.engine_socket(name))]
-    return [*python("local_engine.process.worker"), *socket, *argv_of(config)]
+    return _argv("local_engine.process.worker", settings.engine_socket(name), config)
 
 
 def cache_child(settings: Settings, env: Mapping[str, str]) -> Child:
     """The cache worker. Its command line lacks URLs, which may contain a password."""
     names = {option.name for option in fields(WorkerOptions)}
-    options = WorkerOptions(socket=settings.cache_socket, **settings.cache.model_dump(include=names))
-    argv = [*python("cache.worker"), *argv_of(options)]
+    options = WorkerOptions(**settings.cache.model_dump(include=names))
+    argv = _argv("cache.worker", settings.cache_socket, options)
     return Child(ChildKind.CACHE, "cache", argv, env, heartbeat=Heartbeat(settings.cache_socket))
+
+
+def _argv(module: str, socket: Path, options: EngineConfig | WorkerOptions) -> list[str]:
+    return [*python(module), str(socket), msgspec.json.encode(options).decode()]
 
 
 class Supervisor:
@@ -428,6 +433,8 @@ class Supervisor:
             print(f"  cache      by the same words alone; by meaning: {remedy}", flush=True)
         for line in self._verifiers():
             print(f"  verifier   {line}", flush=True)
+        if unverified(self.settings):
+            print(f"  verifier   not named for each model: {WITHOUT_VERIFIER}", flush=True)
         print(f"  admin key  in {self.settings.data_dir / 'admin.key'} unless SAMEWAY_ADMIN_KEY is set", flush=True)
 
     def _verifiers(self) -> list[str]:

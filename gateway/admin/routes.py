@@ -2,8 +2,8 @@
 
 Each route needs the admin key or a session of the dashboard, and a role that may do its operation; it
 answers errors in OpenAI's shape.
-`admin_routes` makes the whole admin plane, pages included. The operations are in the modules beside
-this one. Read `views.py` next.
+`api_routes` makes it; `page_routes` of `pages` makes the dashboard. The operations are in the modules
+beside this one. Read `views.py` next.
 """
 
 import asyncio
@@ -35,8 +35,7 @@ from gateway.admin import (
     views,
 )
 from gateway.admin.guard import COOKIE, NEEDS, ApiRoute, Endpoint, check_query
-from gateway.admin.pages import page_routes
-from gateway.admin.parts import AdminParts, WorkerParts
+from gateway.admin.parts import WorkerParts
 from gateway.admin.queries import LedgerRows, Moment
 from gateway.admin.roles import OF, allow
 from gateway.wire.errors import Unauthenticated
@@ -58,14 +57,14 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _SECURITY = (HTTPBearer(scheme_name="adminKey", auto_error=False), APIKeyCookie(name=COOKIE, auto_error=False))
 
 
-def admin_routes(parts: AdminParts) -> list[BaseRoute]:
-    """All routes under /admin.
+def api_routes() -> list[BaseRoute]:
+    """All routes under /admin/api; they find their parts in the state of the application that they serve.
 
     A list, as a router that is included builds each of its routes once more.
     """
 
     async def enter(request: Request) -> None:
-        principal = await parts.guard.enter(request)
+        principal = await request.app.state.parts.guard.enter(request)
         if principal is None:
             raise Unauthenticated(NEEDS[Endpoint.ADMIN_API])
         await allow(request, principal, request.scope["route"].name)
@@ -90,7 +89,7 @@ def admin_routes(parts: AdminParts) -> list[BaseRoute]:
     unknown = {route.name for route in api.routes if isinstance(route, ApiRoute)} - OF.keys()
     if unknown:
         raise LookupError(f"no row of the table of roles has {', '.join(sorted(unknown))}")
-    return [*api.routes, *page_routes(parts)]
+    return list(api.routes)
 
 
 def _no_store(response: Response) -> None:
