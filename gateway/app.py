@@ -343,7 +343,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds)
     guard, learn = _guard(settings, accounts, metrics, link, stack), learning.learn
     keys = Bearers(settings, guard.provider, accounts, guard.agents)
-    services: dict[str, Any] = {"money": money, "fleet": fleet, "bearers": keys, "emit": emit, "learn": learn}
+    services: dict[str, Any] = {"money": money, "fleet": fleet, "bearers": keys, "observe": emit, "learn": learn}
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, **services)
     learning.connect(pipeline)
     for end in (learning.aclose, pipeline.drain, learning.stop):  # the last one first
@@ -355,7 +355,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     )
     return WorkerParts(
         settings=settings,
-        configuration=Configuration(settings, pipeline, semantic, learning, metrics=metrics, link=link),
+        configuration=Configuration(settings, pipeline, semantic, learning, metrics, link),
         guard=guard,
         link=link,
         accounts=accounts,
@@ -487,7 +487,7 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
     files = FilesEndpoint(parts.pipeline, parts.files), AnthropicFiles(parts.pipeline, parts.files)
     memory, background = parts.memory, parts.background
     stored = StoredResponses(parts.pipeline, memory, background)
-    chats = StoredChats(parts.pipeline, parts.stored_responses)
+    chats = StoredChats(parts.pipeline, memory, parts.stored_responses)
     conversations = ConversationsEndpoint(parts.pipeline, memory)
     batches = BatchesEndpoint(parts.pipeline, parts.batches, parts.runner.woken.set)
     of_messages = MessageBatches(parts.pipeline, parts.batches, parts.runner.woken.set)

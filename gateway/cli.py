@@ -91,7 +91,7 @@ def command_parser() -> argparse.ArgumentParser:
     doctor = add("doctor", _doctor, "look for what would trouble this installation, each with its remedy")
     doctor.add_argument("--json", action="store_true", help="print what was found as JSON")
     doctor.add_argument("--yes", action="store_true", help="let the gateway ask each deployment one short question")
-    doctor.add_argument("--url", type=console.root, help="the gateway's address (default: this host, at its port)")
+    doctor.add_argument("--url", type=console.address, help="the gateway's address (default: this host, at its port)")
 
     for noun in console.NOUNS:  # their words are read by what the gateway says it can do
         usage = f"sameway {noun} {console.USAGE}"
@@ -162,7 +162,7 @@ def _add_settings(parser: argparse.ArgumentParser, *, serves: bool = True) -> No
 
 def _add_url(parser: argparse.ArgumentParser) -> None:
     help = "the gateway's address, without /v1"
-    parser.add_argument("--url", type=console.root, default=console.here(), help=help)
+    parser.add_argument("--url", type=console.address, default=console.here(), help=help)
 
 
 _load = functools.partial(load_settings, serves=False)

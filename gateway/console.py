@@ -26,6 +26,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gateway.wire.errors import shown
+
 NOUNS = ("teams", "keys", "budgets", "spend", "ledger", "requests", "cache", "deployments", "hosts", "batches", "people",
          "audit")  # fmt: skip
 USAGE = "[VERB] [ID] [--FIELD VALUE ...] [--json] [--url URL] [--help]"
@@ -66,7 +68,7 @@ def here() -> str:
     return f"http://127.0.0.1:{os.environ.get('SAMEWAY_PORT') or 8080}"
 
 
-def root(url: str) -> str:
+def address(url: str) -> str:
     """A gateway's address without the path of its API."""
     return url.rstrip("/").removesuffix("/v1")
 
@@ -74,7 +76,7 @@ def root(url: str) -> str:
 def command(noun: str, arguments: Sequence[str]) -> int:
     """Run one command; returns the exit status: 0, 1 where the gateway refused it, 2 where it is none."""
     places, options = _parsed(arguments)
-    url = root(str(options.pop("url", here())))
+    url = address(str(options.pop("url", here())))
     is_json = bool(options.pop("json", False))
     try:
         if options.pop("help", False):
@@ -93,7 +95,7 @@ def command(noun: str, arguments: Sequence[str]) -> int:
         with opened(target, headers, operation.method, None if body is None else json.dumps(body).encode()) as reply:
             if reply.headers.get_content_type() == "application/json":
                 value = json.load(reply)
-                shown = json.dumps(value, indent=2, ensure_ascii=False) if is_json else "\n".join(_shown(value))
+                shown = json.dumps(value, indent=2) if is_json else "\n".join(_shown(value))
                 print(shown.lstrip("\n") or "nothing")
             else:
                 shutil.copyfileobj(reply, sys.stdout.buffer)
@@ -284,8 +286,8 @@ def _cells(fields: dict[str, Any], before: str = "") -> dict[str, str]:
             cells[name] = f"{len(value)} of them"
         else:
             value = (round(value, 3) or value) if isinstance(value, float) else value
-            shown = value if isinstance(value, str) else json.dumps(value) if value not in (None, []) else ""
-            cells[name] = shown if len(shown) <= _CELL_CHARS_MAX else f"{shown[: _CELL_CHARS_MAX - 1]}…"
+            text = value if isinstance(value, str) else json.dumps(value) if value not in (None, []) else ""
+            cells[name] = shown(text, _CELL_CHARS_MAX)  # what a client sent must not steer the terminal
     return cells
 
 

@@ -416,8 +416,7 @@ class DeploymentSettings(_Section):
             wrong.append("is_salted: only an openai deployment can send `cache_salt`; for vLLM use `backend: openai`")
         for name in self.allow_fields:
             if canonical(name) == OTHER_TOOLS != name:
-                close = difflib.get_close_matches(name, (*FIELDS, *TOOLS), n=1)
-                hint = f"; did you mean {close[0]}?" if close else f"; `{OTHER_TOOLS}` allows tools of every other type"
+                hint = did_you_mean(name, (*FIELDS, *TOOLS)) or f"; `{OTHER_TOOLS}` allows tools of every other type"
                 wrong.append(f"allow_fields: found {name!r}, expected a reserved field or tool{hint}")
         _refuse(wrong)
         return self

@@ -317,6 +317,8 @@ async def hosts(parts: WorkerParts) -> models.HostsOut:
 async def status(parts: WorkerParts) -> models.StatusOut:
     """Every part's health, and what deserves a look."""
     healths, live = parts.healths(), await budgets.budgets(parts, is_paced=False)
+    named = [("mask", team) for team in parts.settings.mask.teams]
+    named += [(f"guards.{name}", team) for name, guard in parts.settings.guards.items() for team in guard.teams]
     summary = await or_none(parts.stats.query(StatsWindow.HOUR))
     names = {team.id: team.name for team in await parts.accounts.list_teams()}
     return models.StatusOut(
@@ -333,6 +335,7 @@ async def status(parts: WorkerParts) -> models.StatusOut:
             unverified=[verifier.line for verifier in assigned(parts.settings) if not verifier.deployment],
             refused=parts.configuration.refused,
             hosts=await or_none(parts.hosts.all()) or (),
+            named=named,
         ),
     )
 

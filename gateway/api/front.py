@@ -9,6 +9,7 @@ provider whose API the endpoint speaks.
 import ipaddress
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from difflib import get_close_matches
 from operator import itemgetter
 from typing import Any
 
@@ -26,6 +27,7 @@ from gateway.wire.types import MEDIA
 _ADMIN_BODY_BYTES_MAX = 1 << 20
 _BYTES_MAX = {"/admin/api/cache/import": 64 << 20}  # which is read line by line
 _ID_BYTES_MAX = 200
+_HINTED_CHARS_MAX = 200
 
 _AZURE_DEPLOYMENTS = "/openai/deployments/"
 _OF_DEPLOYMENTS = (
@@ -162,13 +164,17 @@ def _with_get(scope: Scope) -> Scope:
 
 
 def no_such_route(path: str, routes: Routes) -> NotFound:
-    """The error for a wrong base URL or an unknown path; it suggests the right path if there is
-    one.
+    """The error for a wrong base URL or an unknown path; it suggests the path that it ends in, else
+    a near one.
     """
-    meant = f"/v1/{_plain(path).rpartition('/v1/')[2].lstrip('/')}"
-    is_known = _methods_of(meant, routes) is not None
-    hint = f"did you mean {meant}? A base_url ends in /v1, once" if is_known else "what there is stands at /docs"
-    return NotFound(f"There is no {path[:200]} here: {hint}", code="unknown_url")
+    parts = _plain(path[:_HINTED_CHARS_MAX]).split("/")[1:]
+    ends = (f"/v1/{'/'.join(parts[at:])}" for at in range(len(parts)))
+    meant = next((end for end in ends if _methods_of(end, routes) is not None), "")
+    near = meant or next(iter(get_close_matches("/".join(["", *parts]), routes, n=1, cutoff=0.8)), "")
+    hint = "what there is stands at /docs"
+    if near:
+        hint = f"did you mean {near}?" + (" A base_url ends in /v1, once" if meant else "")
+    return NotFound(f"There is no {path[:_HINTED_CHARS_MAX]} here: {hint}", code="unknown_url")
 
 
 def wrong_method(path: str, method: str, methods: Collection[str]) -> MethodNotAllowed:

@@ -675,6 +675,21 @@ async def test_only_what_is_our_fault_has_failed(
     )
 
 
+async def test_a_team_that_is_masked_or_guarded_by_another_name_is_named(redis: Redis, tmp_path: Path) -> None:
+    """A name without a team would let that team's requests pass as they are: it is urgent, until the team has the name."""
+    sections: dict[str, Any] = {
+        "mask": {"teams": ["help"]},
+        "guards": {"dlp": {"url": "http://x", "teams": ["*", "help"]}},
+    }
+    async with open_world(redis, tmp_path, **sections) as world, client_of(world) as client:
+        problems = (await client.get("/admin/api/status")).json()["problems"]
+        says = "names the team help, and there is none: it may have another name"
+        assert [problem["message"] for problem in problems] == [f"`mask` {says}", f"`guards.dlp` {says}"]
+        assert all(problem["is_urgent"] for problem in problems)
+        await client.post("/admin/api/teams", json={"name": "help"})
+        assert (await client.get("/admin/api/status")).json()["problems"] == []
+
+
 async def test_a_team_that_is_mostly_turned_away_is_named(world: World, client: httpx.AsyncClient) -> None:
     """A budget that no answer fits into is never used up: what tells is that its requests are refused."""
     team = (await client.post("/admin/api/teams", json={"name": "search"})).json()

@@ -88,6 +88,10 @@ def test_what_was_spent_and_asked_is_a_table_for_people(console: Console, gatewa
     wait_for(lambda: console.json("requests", "--request-id", asked)["routes"] != [])
     wait_for(lambda: console.json("spend", "--by", "team")["sums"] != [])
     assert "cost_usd" in console.run("spend", "--by", "team")
+    gateway.chat(f"spent {uuid.uuid4().hex}", user="\x1b]0;title\x07\x9b31m")
+    wait_for(lambda: "title" in console.run("spend", "--by", "user"))
+    for told in (console.run("spend", "--by", "user"), console.run("spend", "--by", "user", "--json")):
+        assert all(char.isprintable() or char == "\n" for char in told)
     assert f"request_id  {asked}" in console.run("requests", "--request-id", asked)
     lines = console.run("requests").strip().splitlines()
     head = next(line for line in lines if line.startswith("request_id"))
