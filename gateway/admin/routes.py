@@ -19,6 +19,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.security import APIKeyCookie, HTTPBearer
 from starlette.routing import BaseRoute
 
+from gateway.accounts.ledger import COLUMNS
 from gateway.accounts.parquet import ParquetFile
 from gateway.admin import (
     budgets,
@@ -128,7 +129,7 @@ def _add_history(api: APIRouter) -> None:
     api.get("/ledger")(views.ledger)
     api.get("/ledger/sums")(views.ledger_sums)
     _add_files(api, "/savings", "savings", _savings, "All lines of savings that match, by day and team", _SAVINGS)
-    _add_files(api, "/ledger", "ledger", _ledger, "All rows of the ledger that match", _COLUMNS)
+    _add_files(api, "/ledger", "ledger", _ledger, "All rows of the ledger that match", (*COLUMNS, "team", "key"))
     _add_files(api, "/ledger/sums", "ledger_sums", _sums, "The sums of the ledger that match, up to `limit`", _SUMS)
 
 
@@ -216,13 +217,6 @@ async def _savings(parts: WorkerParts, where: savings_views.Saved) -> _Rows:
 
 _SAVINGS = ("day", "team_id", "team", "line", "requests", "amount_microusd")
 _SUMS = tuple(models.LedgerSumOut.model_fields)
-_COLUMNS = (
-    "id", "at_ms", "request_id", "team_id", "team", "key_id", "key", "alias", "deployment",
-    "prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd", "usage_estimated", "cache_write_tokens",
-    "cache_write_1h_tokens", "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens",
-    "audio_completion_tokens", "image_completion_tokens", "tool_calls", "baseline_microusd", "prefix_read_microusd",
-    "prefix_write_microusd", "mechanism", "provider_cost_microusd", "user", "tags", "kind",
-)  # fmt: skip
 
 
 async def _csv(rows: _Rows, columns: Sequence[str]) -> AsyncIterator[str]:

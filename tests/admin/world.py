@@ -192,12 +192,11 @@ class World:
         """One settled generation: it counts against the team's budgets and is in the ledger."""
         hold_id = f"hold-{team_id}-{number}-{microusd}"
         row = LedgerRow(
-            **{"alias": "small", **fields},
+            **{"alias": "small", "key_id": 1, **fields},
             id=hold_id,
             at_ms=int(self.now_s * 1000) - number,
             request_id=f"req_{number:04}",
             team_id=team_id,
-            key_id=1,
             deployment=deployment,
             usage=Usage(400, 120),
             cost_microusd=microusd,
