@@ -27,7 +27,6 @@ from gateway.accounts.audit import Audit
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.learning.build import Learning
-from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings, differences, refuse_fixed
 from gateway.telemetry import metric_names as m
@@ -36,9 +35,6 @@ from gateway.telemetry.metrics import Metrics
 CONFIG_CHANNEL = "sameway:config"
 _RELOAD_S = 60.0
 _LOOKED_UP_S = 5.0  # what a request awaits between its alias and its generation takes less
-
-
-_log = get_logger()
 
 
 @dataclass(eq=False)
