@@ -140,7 +140,6 @@ class Configuration:
         if self._next is None:
             raise ValueError("no configuration was prepared")
         (settings, fleet), self._next = self._next, None
-        changes = differences(self.settings, settings)
         self._leaving += self._fleet.take(fleet)
         self.settings.adopt(settings)
         self._pipeline.exact.take(cache_limits(settings))
@@ -151,7 +150,6 @@ class Configuration:
         self.refused, self.at_s = "", time.time()
         self._metrics.set(m.CONFIG_LOADED, self.at_s)
         self._metrics.add(m.CONFIG_RELOADS, 1, "taken")
-        _log.info("configuration_changed", changes=changes)
 
     async def settle(self) -> None:
         """Close the deployments that have gone, once no request is left that began before this call."""
@@ -169,7 +167,6 @@ class Configuration:
         self.refused = reason
         if is_first:
             self._metrics.add(m.CONFIG_RELOADS, 1, "refused")
-            _log.error("configuration_refused", reason=reason, consequence="the one before stays in use")
 
 
 async def _close(deployments: list[Deployment]) -> None:

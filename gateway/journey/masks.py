@@ -62,7 +62,9 @@ class Masks:
             self._made_of, self._finder = made_of, await asyncio.to_thread(_finder_of, made_of)
         finder = self._finder
         native = None if turn.native is None else decoded(turn.native.raw)
-        text = "\0".join(texts_in([turn.body, turn.marked, native, *msgspec.structs.astuple(turn.labels)]))
+        headers = turn.arrival.trace.headers if turn.arrival.trace is not None else ()
+        sent = *msgspec.structs.astuple(turn.labels), *(value for _, value in headers)
+        text = "\0".join(texts_in([turn.body, turn.marked, native, *sent]))
         is_short = len(text) <= _ON_LOOP_CHARS_MAX
         if not (finder.has_any(text) if is_short else await asyncio.to_thread(finder.has_any, text)):
             return turn
@@ -138,6 +140,13 @@ def _applied(turn: Turn, native: Any, key: bytes, vault: Vault) -> Turn:
     if turn.native is not None:
         raw = msgspec.json.encode(body_of(native))
         masked = replace(masked, native=replace(turn.native, raw=raw, apart=masked_value(turn.native.apart, vault)))
+    for part in turn.upload.files if turn.upload is not None else ():
+        part.name, part.filename = vault.masked(part.name), part.filename and vault.masked(part.filename)
+    if (trace := turn.arrival.trace) is not None:  # baggage, in which no placeholder fits
+        headers = tuple(
+            [(name, value) for name, value in trace.headers if name == "traceparent" or labelled(value) == value]
+        )
+        masked = replace(masked, arrival=replace(turn.arrival, trace=replace(trace, headers=headers)))
     return replace(masked, vault=vault) if len(vault) else masked
 
 
