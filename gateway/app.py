@@ -355,7 +355,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     )
     return WorkerParts(
         settings=settings,
-        configuration=Configuration(settings, pipeline, semantic, learning, metrics, link),
+        configuration=Configuration(settings, pipeline, semantic, learning, metrics=metrics, link=link),
         guard=guard,
         link=link,
         accounts=accounts,
