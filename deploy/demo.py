@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import httpx
 import yaml
-from jsonschema import Draft202012Validator
-from openai import OpenAI, OpenAIError, RateLimitError
+from openai import InternalServerError, OpenAI, OpenAIError, RateLimitError, pydantic_function_tool
+from pydantic import BaseModel, Field
 
 ADMIN_KEY, API_KEY = "sk-admin-demo-0123456789", "sk-sw-demo-0123456789abcdef0123456789abcdef"
 CAPITAL = "What is the capital of France?"
@@ -39,12 +38,6 @@ NEAR_MISSES = (  # an answer that is cut is not stored: these are short
     (CAPITAL, "What is the capital of Italy?", "another name"),
 )
 STORED, REWORDED = "My parcel never came. What should I do?", "what to do about a delivery that has not arrived?"
-FIELDS = {
-    "name": {"type": "string", "pattern": "^[A-Z][a-z]{2,11}$"},
-    "inhabitants": {"type": "integer", "minimum": 1, "maximum": 2_000_000},
-    "is_coastal": {"type": "boolean"},
-}
-CITY = {"type": "object", "properties": FIELDS, "required": list(FIELDS), "additionalProperties": False}
 DAY = 320
 SUBJECTS = (
     "reset my password", "change my address", "return a parcel", "pay by invoice", "close my account",
@@ -54,13 +47,21 @@ SUBJECTS = (
 WORDINGS = ("How do I {}?", "How can I {}?", "Tell me how to {}.")
 
 
+class City(BaseModel):
+    """A city."""
+
+    name: Annotated[str, Field(pattern="^[A-Z][a-z]{2,11}$")]
+    inhabitants: Annotated[int, Field(ge=1, le=2_000_000)]
+    is_coastal: bool
+
+
 class Demo:
     """The steps, in order."""
 
     def __init__(self, base_url: str) -> None:
-        self.root = base_url.removesuffix("/v1")
         self.client = OpenAI(base_url=base_url, api_key=API_KEY, max_retries=0, timeout=60)
-        self.http = httpx.Client(base_url=self.root, headers={"authorization": f"Bearer {ADMIN_KEY}"}, timeout=30)
+        self.root = base_url.removesuffix("/v1")
+        self.operator = OpenAI(base_url=self.root, api_key=ADMIN_KEY, max_retries=0, timeout=30)
         self.pool = ThreadPoolExecutor(4)
 
     def ask(self, question: str, model: str = "smollm2", client: OpenAI | None = None, **more: Any) -> tuple[str, Any]:
@@ -83,8 +84,16 @@ class Demo:
 
     def admin(self, path: str, sent: Any = None, **params: str) -> Any:
         """The admin API's reply to a POST of `sent`, or to a GET."""
-        how = {"json": sent} if sent else {"params": params}
-        return self.http.request("POST" if sent else "GET", f"/admin/api{path}", **how).raise_for_status().json()
+        if sent:
+            return self.operator.post(f"/admin/api{path}", body=sent, cast_to=object)
+        return self.operator.get(f"/admin/api{path}", options={"params": params}, cast_to=object)
+
+    def ready(self) -> Any:
+        """What `/readyz` says once it is 200; else None."""
+        try:
+            return self.operator.get("/readyz", cast_to=object)
+        except InternalServerError:  # 503: parts still load
+            return None
 
     def seen(self, path: str, is_there: Callable[[Any], object], **params: str) -> Any:
         """The admin API's reply once `is_there` accepts it: workers send counts once a second."""
@@ -92,8 +101,7 @@ class Demo:
 
     def run(self) -> None:
         step("The gateway answers already; its local model and its embedder are still loading")
-        ready = until(lambda: self.http.get("/readyz"), lambda reply: reply.is_success, "the gateway gets ready")
-        parts = ready.json()["parts"].items()
+        parts = until(self.ready, bool, "the gateway gets ready")["parts"].items()
         check(True, "ready: " + ", ".join(f"{name} {part['health']}" for name, part in parts))
         self.streamed_answer()
         self.cache_hits()
@@ -163,13 +171,12 @@ class Demo:
     def schema_and_tool(self) -> None:
         step("An answer by a JSON schema, and a forced call of a tool: the local model is held to both")
         asked: Any = {"model": "smollm2", "messages": [{"role": "user", "content": "Invent a city of Finland."}]}
-        create, holds = self.client.chat.completions.create, Draft202012Validator(CITY).is_valid
-        schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
-        answer = create(**asked, response_format=schema).choices[0].message.content or ""
-        say(f"› {asked['messages'][0]['content']}\n   ‹ {answer}")
-        check(holds(json.loads(answer)), "an object of the schema, within its bounds", answer)
-        tools = [{"type": "function", "function": {"name": "look_up", "parameters": CITY}}]
-        choice = create(**asked, tools=tools, tool_choice="required", parallel_tool_calls=False).choices[0]
+        parse = self.client.chat.completions.parse  # raises ValidationError for what is not of the schema
+        message = parse(**asked, response_format=City).choices[0].message
+        say(f"› {asked['messages'][0]['content']}\n   ‹ {message.content}")
+        check(isinstance(message.parsed, City), "an object of the schema, within its bounds", message.content)
+        tools = [pydantic_function_tool(City, name="look_up")]
+        choice = parse(**asked, tools=tools, tool_choice="required", parallel_tool_calls=False).choices[0]
         calls = choice.message.tool_calls or ()
         check(len(calls) == 1 and choice.finish_reason == "tool_calls", "one call of a tool", choice)
         say(f"‹ {calls[0].function.name} {calls[0].function.arguments}")
@@ -261,7 +268,7 @@ def main() -> None:
         try:
             with gateway(Path(folder), f"http://127.0.0.1:{upstream.server_port}/v1") as base_url:
                 Demo(base_url).run()
-        except (OpenAIError, httpx.HTTPError) as error:
+        except (OpenAIError, ValueError) as error:  # pydantic's ValidationError is a ValueError
             sys.exit(f"\n✗ {error}")
         except KeyboardInterrupt:
             sys.exit(130)
@@ -377,7 +384,7 @@ def until(read: Callable[[], Any], is_there: Callable[[Any], object], what: str,
     deadline = time.monotonic() + within_s
     while not is_there(value := read()):
         if time.monotonic() > deadline:
-            check(False, what, getattr(value, "text", value))
+            check(False, what, value)
         time.sleep(0.25)
     return value
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,25 @@ def test_every_extra_is_one_of_the_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (everything,) = extras["all"]
     assert EXTRAS.keys() <= set(everything.removeprefix("sameway[").removesuffix("]").split(",")) <= extras.keys()
+
+
+def test_the_demo_imports_what_a_served_checkout_installs() -> None:
+    """By name, not through another package: `./run test` installs more than `./run demo` does."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["semantic"], *extras["engine"], "openai"]
+    installed = {re.split(r"[^a-z0-9-]", one.lower())[0] for one in wanted}
+    run = (ROOT / "run").read_text()
+    assert 'extras="semantic,engine";' in run
+    assert '-e ".[$extras]" openai' in run
+    imported = set()
+    for node in ast.walk(ast.parse((ROOT / "deploy/demo.py").read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            imported |= {name.split(".")[0] for name in names} - sys.stdlib_module_names
+    assert {"openai", "yaml"} <= imported
+    packages = {name: {one.lower() for one in found} for name, found in packages_distributions().items()}
+    assert {name for name in imported if not packages.get(name, set()) & installed} == set()
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from gateway.api.endpoint import Call
 from gateway.api.headers import EVENT_STREAM, answer_headers, base_headers, cost_header, media_headers
 from gateway.api.input_files import NAMES_FILES, with_files
 from gateway.api.provider_ids import NamedObjects, apart_from_cache
+from gateway.api.spelling import warnings
 from gateway.batches.files import Files
 from gateway.deployments.alias import Alias
 from gateway.journey.bodies import Body, ClientGone
@@ -146,6 +147,8 @@ class AnswerEndpoint:
             identity = caller.identity if caller is not None else await self._pipeline.authenticate(*sent)
             body = self._pipeline.bodies.of(receive, headers, identity)
             turn, renderer = await self.read(Call(identity, arrival, headers, scope, body=body, send=send))
+            if doubts := warnings(turn.body, headers):
+                send = asgi.with_headers(send, lambda _: doubts)
             if not turn.body.keys() <= FIELDS.keys():
                 turn = apart_from_cache(turn, turn.body)
             if renderer.is_background:

@@ -6,15 +6,10 @@ compares.
 """
 
 import time
-from difflib import get_close_matches
-from functools import lru_cache
-from heapq import nsmallest
 
 from cache import Entry
-from cache.fingerprint import FIELDS
 from gateway.journey.flight import Reply
 from gateway.journey.storing import deployment_of
-from gateway.reserved import FIELDS as RESERVED
 from gateway.wire.errors import ApiError
 from policies.prices import dollars
 
@@ -27,7 +22,6 @@ EVENT_STREAM = [
     (b"x-accel-buffering", b"no"),  # else nginx in front delays a stream until its buffer is full
 ]
 
-_TYPOS_MAX = 4  # comparing names takes long
 _MEDIA = ("audio/", "text/plain", "text/vtt", "application/json", "application/octet-stream", "application/x-subrip")
 
 
@@ -65,9 +59,6 @@ def answer_headers(reply: Reply) -> Headers:
         (b"cache-status", _cache_status(source, entry).encode()),
         (b"server-timing", f"sameway;dur={turn.elapsed_ms():.2f}".encode()),
     ]
-    if unknown := turn.body.keys() - FIELDS.keys() - RESERVED.keys():
-        typos = filter(None, map(_typo, nsmallest(_TYPOS_MAX, unknown)))
-        headers += [(b"x-sameway-warning", typo.encode()) for typo in typos]
     limit_headers = reply.looked.limit_headers
     if flight is not None:
         answered, holds = flight.generation.answered, flight.generation.holds
@@ -100,13 +91,6 @@ def answer_headers(reply: Reply) -> Headers:
             headers.append((b"x-sameway-saved-usd", dollars(max(0, int(baseline) - cost)).encode()))
     headers += limit_headers.items()
     return headers
-
-
-@lru_cache(1_000)
-def _typo(field: str) -> str:
-    """What is to be said of an unknown field whose name is near a known one's, else empty."""
-    near = get_close_matches(field[:40], FIELDS, n=1, cutoff=0.85) if field.isascii() and field.isidentifier() else ()
-    return "".join(f"{field[:40]} is no field that Sameway knows; did you mean {name}?" for name in near)
 
 
 def cost_header(reply: Reply) -> Headers:

@@ -316,12 +316,14 @@ def no_route(route: Route, prompt: str, length: str) -> ApiError:
     """The error for a request that no deployment may try. `prompt` and `length` are the client's fields with them."""
     match route.cause:
         case Cause.CONTEXT:
-            return BadRequest(sentence(route.refusal), param=prompt, code="context_length_exceeded")
+            way = f"shorten `{prompt}`, or take a model with a longer context (GET /v1/models)"
+            return BadRequest(f"{sentence(route.refusal)}: {way}", param=prompt, code="context_length_exceeded")
         case Cause.OUTPUT:  # no shorter prompt mends it, as agents would try, so it has OpenAI's other code
             return BadRequest(sentence(route.refusal), param=length, code=OUTPUT_TOO_LONG)
         case Cause.CAPABILITY:
             lacking = min(what for rejected in route.rejected for what in rejected.lacks)
-            return BadRequest(sentence(route.refusal), param=_ASKED_IN.get(lacking, prompt), code="unsupported_feature")
+            message = f"{sentence(route.refusal)}: GET /v1/models says which models do"
+            return BadRequest(message, param=_ASKED_IN.get(lacking, prompt), code="unsupported_feature")
         case Cause.DEADLINE:
             return DeadlineExceeded(sentence(route.refusal))
         case Cause.LIMIT:

@@ -300,18 +300,18 @@ def convert(body: dict[str, Any], shape: type[Any], prefix: str = "", *, is_stri
             return convert(body, shape, prefix, is_strict=is_strict)
         problem, _, path = in_json_words(str(error)).partition(" - at `$")
         param = (prefix + path.rstrip("`")).lstrip(".") or None
-        if problem.startswith("Object missing required field"):
+        values = ""
+        if problem.startswith(_ONE_OF):
+            values = ", ".join(_allowed(msgspec.inspect.type_info(shape), _PATH_PARTS.findall(path)))
+        if problem.startswith(_ABOUT_FIELDS):
             param = ".".join(part for part in (param, problem.split("`")[1]) if part)
-            raise BadRequest(
-                f"Missing required field: {param}", param=param, code="missing_required_parameter"
-            ) from None
-        if problem.startswith("Object contains unknown field"):
-            param = ".".join(part for part in (param, problem.split("`")[1]) if part)
-            raise BadRequest(f"Unknown field: {param}", param=param, code="unknown_parameter") from None
+            message, code = f"Missing required field: {param}", "missing_required_parameter"
+            if problem.startswith(_UNKNOWN):
+                message, code = f"Unknown field: {param}; there is {values}", "unknown_parameter"
+            raise BadRequest(message, param=param, code=code) from None
         code = "invalid_type" if "got" in problem else "invalid_value"
-        if problem.startswith(_NO_MEMBER):
-            values = _allowed(msgspec.inspect.type_info(shape), _PATH_PARTS.findall(path))
-            problem = f"expected one of {', '.join(values)}, got {problem.removeprefix(_NO_MEMBER)}"
+        if values:
+            problem = f"expected one of {values}, got {problem[problem.index(_QUOTE) :]}"
         raise BadRequest(f"Invalid {param or 'body'}: {problem}", param=param, code=code) from None
 
 
@@ -325,12 +325,14 @@ def _has_whole_number(body: Any, failure: msgspec.ValidationError) -> bool:
     return False
 
 
-_NO_MEMBER = "Invalid enum value "
+_ABOUT_FIELDS = ("Object missing required field", _UNKNOWN := "Object contains unknown field")
+_ONE_OF = (_UNKNOWN, "Invalid enum value '", "Invalid value '")  # the last: of a field that tells structs apart
+_QUOTE = "'"
 _PATH_PARTS = re.compile(r"\w+|\[\.{3}\]")  # `[...]` is any item
 
 
 def _allowed(kind: msgspec.inspect.Type, path: Sequence[str]) -> list[str]:
-    """What an enum or a literal at a path within a type may be; empty: another type is there."""
+    """What an enum or a literal at a path within a type may be, or the fields there; empty: another type is there."""
     match kind:
         case msgspec.inspect.UnionType(types=kinds):
             return [value for one in kinds for value in _allowed(one, path)]
@@ -340,6 +342,10 @@ def _allowed(kind: msgspec.inspect.Type, path: Sequence[str]) -> list[str]:
             return list(map(str, values))
         case msgspec.inspect.ListType(item_type=item) if path:
             return _allowed(item, path[1:])
+        case msgspec.inspect.StructType(tag_field=name, tag=tag) if name is not None and path == [name]:
+            return [str(tag)]
+        case msgspec.inspect.StructType(fields=fields) if not path:
+            return [field.encode_name for field in fields]
         case msgspec.inspect.StructType(fields=fields) if path:
             inner = next((field.type for field in fields if field.encode_name == path[0]), None)
             return [] if inner is None else _allowed(inner, path[1:])

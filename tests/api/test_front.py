@@ -79,9 +79,17 @@ async def test_azures_paths_have_the_same_limits() -> None:
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unknown_url")
 
 
-@pytest.mark.parametrize("path", ["/v1/v1/chat/completions", "/v1/openai/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/v1/chat/completions",
+        "/v1/openai/v1/chat/completions",
+        "/v1/chat/completions/chat/completions",
+        "/v1/chat/completion",
+    ],
+)
 async def test_a_wrong_base_url_is_told_the_right_one(path: str) -> None:
-    """Who doubled the `/v1` reads what was meant."""
+    """Who doubled the `/v1`, gave the endpoint as base URL or misspelt the path reads what was meant."""
     error = (await ask("POST", path)).json()["error"]
     assert error["code"] == "unknown_url"
     assert "did you mean /v1/chat/completions?" in error["message"]

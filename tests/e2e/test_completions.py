@@ -159,7 +159,9 @@ def test_what_is_wrong_is_named(gateway: Gateway, body: dict[str, Any], param: s
 
 def test_who_can_not_is_not_asked(client: OpenAI, upstream: Upstream) -> None:
     """A deployment that does not offer completions gets none, and the refusal says so; a prompt too long for one names the field."""
-    with pytest.raises(BadRequestError, match="does not offer completions") as refused:
+    with pytest.raises(
+        BadRequestError, match="does not offer completions: GET /v1/models says which models do"
+    ) as refused:
         client.completions.create(model="limited", prompt="a")
     assert (refused.value.param, refused.value.code) == ("model", "unsupported_feature")
     with pytest.raises(BadRequestError, match="context") as refused:

@@ -226,11 +226,43 @@ def test_a_model_is_not_deleted(gateway: Gateway) -> None:
     assert client.models.retrieve("mock").id == "mock"
 
 
-def test_a_misspelt_field_is_told(gateway: Gateway) -> None:
-    """A field that only looks like a known one goes on, with a warning; a server's own field without one."""
+def test_a_misspelt_name_is_told(gateway: Gateway) -> None:
+    """On the answer, a stream and a hit, and of each API: a name that only looks like a known one goes on, with a warning."""
     told = gateway.chat("hello", temprature=0).headers["x-sameway-warning"]
     assert told == "temprature is no field that Sameway knows; did you mean temperature?"
-    assert "x-sameway-warning" not in gateway.chat("hello", guided_regex="a").headers
+    nested = {"type": "json_schema", "json_schema": {"name": "n", "shema": {"titel": 1}}}
+    reply = gateway.chat("hello", cahce=1, maxTokens=9, response_format=nested, stream=True)
+    meant = [one.rpartition(" ")[2] for one in reply.headers.get_list("x-sameway-warning")]
+    assert meant == ["cache?", "max_tokens?", "schema?"]
+    for _ in range(2):
+        sent = {"cache-control": "nocache", "x-sameway-cahce": "off", "x-sameway-tags": "a=b"}
+        reply = gateway.chat("hello", headers=sent)
+        directive, header = reply.headers.get_list("x-sameway-warning")
+        assert directive == "nocache is no directive of Cache-Control; did you mean no-cache?"
+        assert header.startswith("x-sameway-cahce is no header that Sameway reads: it reads ")
+    assert reply.headers["x-sameway-cache"] == "exact"
+    headers = {"authorization": f"Bearer {API_KEY}"}
+    for path, body in (
+        ("responses", {"input": "a", "max_output_token": 9}),
+        ("embeddings", {"input": "a", "dimension": 9}),
+    ):
+        reply = httpx.post(f"{gateway.base_url}/{path}", json={"model": "mock", **body}, headers=headers)
+        assert "_tokens?" in reply.headers["x-sameway-warning"] or "dimensions?" in reply.headers["x-sameway-warning"]
+
+
+def test_what_a_server_may_know_is_no_typo(gateway: Gateway) -> None:
+    """Fields of servers and names of the client's own are told nothing; many unknown ones are bounded."""
+    own = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"temprature": {}}}}}
+    reply = gateway.chat("hello", guided_regex="a", top_a=1, metadata={"modle": "x"}, tools=[own])
+    assert (reply.status_code, reply.headers.get("x-sameway-warning")) == (200, None)
+    many = {f"temperatur{number}": 1 for number in range(50)}
+    assert 1 <= len(gateway.chat("hello", **many).headers.get_list("x-sameway-warning")) <= 4
+
+
+def test_what_could_stand_there_is_told(gateway: Gateway) -> None:
+    """A refused name is told which there are."""
+    told = gateway.chat("hello", cache={"tll": 5}).json()["error"]["message"]
+    assert told.startswith("Unknown field: cache.tll; there is ttl, no-cache, ")
 
 
 def test_which_models_there_are_is_said(gateway: Gateway) -> None:
@@ -407,9 +439,7 @@ def test_heads_and_admin_bodies_are_bounded(gateway: Gateway) -> None:
     assert httpx.get(f"{gateway.root}/healthz").status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("is_there", "words"), [(False, "ConnectionRefusedError"), (True, "its tables are of another version of Sameway")]
-)
+@pytest.mark.parametrize(("is_there", "words"), [(False, "ConnectionRefusedError"), (True, "its tables are of schema")])
 async def test_a_start_without_its_database_says_so_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], redis_server: RedisServer, is_there: bool, words: str
 ) -> None:
