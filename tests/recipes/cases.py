@@ -155,7 +155,7 @@ CASES: dict[str, Case] = {
         {
             "gateway/api/headers.py": (
                 before(
-                    "    if unknown := turn.body.keys()",
+                    "    limit_headers = reply.looked.limit_headers\n",
                     '    headers.append((b"x-sameway-surface", turn.kind.name.encode()))\n',
                 ),
             ),
