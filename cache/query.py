@@ -51,7 +51,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     group. `features` (float32, little-endian) and `p` are of the first; empty features mean that a
     veto decided. `chance` is the probability that the two answers are compared: that of a check of a
     hit, 1 of a miss. `rule` names the features. `peers` are further entries of the first one's
-    group. `is_cold`: no verdicts vouch for it. `hits` is how many hits the namespace had before. `differing` has the
+    group. `hits` is how many hits the namespace had before. `differing` has the
     digests of the pieces by which the context of the first entry differs (`cache.decision.pieces`).
     `risk` is the probability that an answer which a verifier called right is wrong; 0 of any other.
     """
@@ -62,7 +62,6 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     chance: float
     rule: bytes
     peers: tuple[bytes, ...] = ()
-    is_cold: bool = False
     hits: int = 0
     differing: tuple[bytes, ...] = ()
     risk: float = 0.0

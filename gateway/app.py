@@ -9,7 +9,6 @@ authenticate.
 import asyncio
 import ctypes
 import gc
-import ipaddress
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -44,8 +43,9 @@ from gateway.accounts.sessions import Sessions
 from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore
 from gateway.admin.guard import Endpoint, Guard
+from gateway.admin.pages import page_routes
 from gateway.admin.parts import AdminParts
-from gateway.admin.routes import admin_routes
+from gateway.admin.routes import api_routes
 from gateway.admin.views import deployments_of
 from gateway.alerts.mail import Mail
 from gateway.alerts.watch import AlertWatch, Channel
@@ -112,6 +112,7 @@ _PURGE_EVERY_S = 300.0
 _TRUTH_EVERY_S = 5.0
 _HITS_EVERY_S = 5.0
 _SWEEP_EVERY_S = 30.0
+_REPEAT_S = 60.0
 _SETTLE_S = 3.0  # of cancelled work: its money and its rows
 _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}  # the admin API's
 _KEY_REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -156,13 +157,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.opened = asyncio.Event()
     app.state.stops_by = 0.0  # without a server that says when it stops, at once
     app.state.requests = set[asyncio.Task[None]]()
-    app.add_middleware(Front, routes=app.state.routes)
     document(app, PATHS, SCHEMAS)
-
-    if settings.trusted_proxies or settings.public_path:
-        proxies = _as_seen(settings.trusted_proxies)
-        app.add_middleware(BelowPath, trusted_hosts=proxies, public_path=settings.public_path)
-
     app.add_exception_handler(HTTPException, _in_openai_shape)
     app.add_exception_handler(ApiError, _refused)
 
@@ -204,11 +199,9 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-def _as_seen(networks: Sequence[str]) -> list[str]:
-    """The networks, with each IPv4 network also as an IPv6 socket shows it (::ffff:...)."""
-    parsed = [ipaddress.ip_network(network) for network in networks]
-    mapped = [f"::ffff:{one.network_address}/{96 + one.prefixlen}" for one in parsed if one.version == 4]
-    return [*map(str, parsed), *mapped]
+def served(app: FastAPI) -> BelowPath:
+    """What a server serves of `app`: whom proxies name first, then `/v1` without FastAPI's routing."""
+    return BelowPath(Front(app, app.state.routes), app.state)
 
 
 async def _refused(_: Request, error: Exception) -> Response:
@@ -259,7 +252,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             raise
         app.state.parts = parts
         app.state.routes.update(_routes(settings, parts))
-        app.router.routes.extend(admin_routes(parts))
+        app.router.routes.extend([*api_routes(), *page_routes(parts)])
         parts.configuration.applied.append(partial(_renew, app.state.routes, parts))
         start_loops(parts, stack)
         app.state.opened.set()
@@ -350,7 +343,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds)
     guard, learn = _guard(settings, accounts, metrics, link, stack), learning.learn
     keys = Bearers(settings, guard.provider, accounts, guard.agents)
-    services: dict[str, Any] = {"money": money, "fleet": fleet, "bearers": keys, "emit": emit, "learn": learn}
+    services: dict[str, Any] = {"money": money, "fleet": fleet, "bearers": keys, "observe": emit, "learn": learn}
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, **services)
     learning.connect(pipeline)
     for end in (learning.aclose, pipeline.drain, learning.stop):  # the last one first
@@ -362,7 +355,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     )
     return WorkerParts(
         settings=settings,
-        configuration=Configuration(settings, pipeline, semantic, learning, metrics=metrics, link=link),
+        configuration=Configuration(settings, pipeline, semantic, learning, metrics, link),
         guard=guard,
         link=link,
         accounts=accounts,
@@ -494,7 +487,7 @@ def _routes(settings: Settings, parts: WorkerParts) -> Routes:
     files = FilesEndpoint(parts.pipeline, parts.files), AnthropicFiles(parts.pipeline, parts.files)
     memory, background = parts.memory, parts.background
     stored = StoredResponses(parts.pipeline, memory, background)
-    chats = StoredChats(parts.pipeline, parts.stored_responses)
+    chats = StoredChats(parts.pipeline, memory, parts.stored_responses)
     conversations = ConversationsEndpoint(parts.pipeline, memory)
     batches = BatchesEndpoint(parts.pipeline, parts.batches, parts.runner.woken.set)
     of_messages = MessageBatches(parts.pipeline, parts.batches, parts.runner.woken.set)
@@ -650,12 +643,19 @@ def _loops(parts: WorkerParts) -> dict[str, tuple[object, Loop]]:
 
 
 async def _for_ever(name: str, loop: Loop) -> None:
-    """Log and restart a loop that failed: a worker without it would be wrong without a sign."""
+    """Log and restart a loop that failed: a worker without it would be wrong without a sign.
+
+    What is the same as before is logged once in `_REPEAT_S`: a Redis that is away fails all loops each second.
+    """
+    before, logged_at = "", 0.0
     while True:
         try:
             await loop()
         except (RedisError, CacheUnavailable, SQLAlchemyError, OSError) as error:
-            _log.warning("loop_interrupted", loop=name, reason=f"{type(error).__name__}: {error}")
+            reason, now = f"{type(error).__name__}: {error}", time.monotonic()
+            if reason != before or now - logged_at > _REPEAT_S:
+                before, logged_at = reason, now
+                _log.warning("loop_interrupted", loop=name, reason=reason)
         except Exception:
             _log.exception("loop_failed", loop=name)
         await asyncio.sleep(random.uniform(0.5, 1.0))

@@ -62,7 +62,7 @@ def command_parser() -> argparse.ArgumentParser:
     check.add_argument("--explain", action="store_true", help="print how each deployment's server is spoken to")
 
     run = commands.add_parser("run", help="start a tool, such as claude or codex, with this gateway as its provider")
-    run.add_argument("--url", default="http://127.0.0.1:8080", help="the gateway's address, without /v1")
+    run.add_argument("--url", default=console.here(), help="the gateway's address, without /v1")
     run.add_argument("--model", help="the alias that the tool is to use, where it reads one from the environment")
     run.add_argument("command", nargs="+", metavar="-- COMMAND", help="the tool and its arguments")
     run.set_defaults(run=_run)
@@ -72,7 +72,7 @@ def command_parser() -> argparse.ArgumentParser:
         ("logout", _logout, "end that sign-in"),
     ):
         signing = commands.add_parser(name, help=help)
-        signing.add_argument("--url", default="http://127.0.0.1:8080", help="the gateway's address, without /v1")
+        signing.add_argument("--url", default=console.here(), help="the gateway's address, without /v1")
         signing.set_defaults(run=does)
 
     status = "Exit status: 0 it is in use, 1 no gateway runs there, 2 it is wrong and nothing has changed."
@@ -137,7 +137,7 @@ def _add_tables(commands: Any) -> None:
     update = prices.add_subparsers(required=True, metavar="update").add_parser(
         "update",
         help="lay a newer table over the packaged one",
-        description="Exit status: 0 done, 2 the file can't be read, or is older. A running gateway takes it at its next start.",
+        description="Exit status: 0 done, 2 the file can't be read, or is older. A gateway that runs takes it at once.",
     )
     update.add_argument("file", type=Path, help="litellm's model_prices_and_context_window.json, or a table of Sameway")
     update.add_argument("--to", type=Path, help="the table to change (default: prices.json in data_dir)")
@@ -380,7 +380,7 @@ def _reconcile(arguments: argparse.Namespace) -> int:
 def _archive(arguments: argparse.Namespace, *, is_backup: bool) -> int:
     from sqlalchemy.exc import SQLAlchemyError
 
-    from gateway.accounts.backup import Manifest, back_up, restore
+    from gateway.accounts.backup import DATA, Manifest, back_up, restore
     from gateway.accounts.database import Database
     from gateway.accounts.errors import AccountsError
 
@@ -403,6 +403,9 @@ def _archive(arguments: argparse.Namespace, *, is_backup: bool) -> int:
         if isinstance(error, OSError) and error.filename:
             return _refused(f"{error.filename}: {error.strerror}", 1)
         return _refused((str(error).splitlines() or [type(error).__name__])[0], 1)
+    if is_backup and not any((settings.data_dir / name).exists() for name in DATA):
+        remedy = "name the gateway's with --data-dir, or keep its environment and files yourself"
+        print(f"sameway: note: {settings.data_dir} has none of {', '.join(DATA)}: {remedy}", file=sys.stderr)
     rows = ", ".join(_count(manifest.rows[name], noun) for name, noun in _COUNTED.items())
     print(f"{'Backed up' if is_backup else 'Restored'} {rows}: {arguments.file}")
     return 0

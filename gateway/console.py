@@ -26,6 +26,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gateway.wire.errors import shown
+
 NOUNS = ("teams", "keys", "budgets", "spend", "ledger", "requests", "cache", "deployments", "hosts", "batches", "people",
          "audit")  # fmt: skip
 USAGE = "[VERB] [ID] [--FIELD VALUE ...] [--json] [--url URL] [--help]"
@@ -61,19 +63,24 @@ def opened(
     return urllib.request.build_opener(*handlers).open(request, timeout=within_s)
 
 
+def here() -> str:
+    """The address of this host's gateway."""
+    return f"http://127.0.0.1:{os.environ.get('SAMEWAY_PORT') or 8080}"
+
+
 def command(noun: str, arguments: Sequence[str]) -> int:
     """Run one command; returns the exit status: 0, 1 where the gateway refused it, 2 where it is none."""
     places, options = _parsed(arguments)
-    url = str(options.pop("url", "http://127.0.0.1:8080")).rstrip("/").removesuffix("/v1")
+    url = str(options.pop("url", here())).rstrip("/").removesuffix("/v1")
     is_json = bool(options.pop("json", False))
     try:
+        if options.pop("help", False):
+            print("\n".join(_help(noun)))
+            return 0
         if noun == "cache" and places[:1] == ["warm"]:
             return _warm(url, places[1:], options)
         with opened(f"{url}/openapi.json", {}) as reply:
             document = json.load(reply)
-        if options.pop("help", False):
-            print("\n".join(_help(noun, document)))
-            return 0
         if noun == "cache" and places[:1] == ["import"]:
             return _import(url, places[1:], options)
         operation, path = _chosen(noun, places, document)
@@ -83,7 +90,7 @@ def command(noun: str, arguments: Sequence[str]) -> int:
         with opened(target, headers, operation.method, None if body is None else json.dumps(body).encode()) as reply:
             if reply.headers.get_content_type() == "application/json":
                 value = json.load(reply)
-                shown = json.dumps(value, indent=2, ensure_ascii=False) if is_json else "\n".join(_shown(value))
+                shown = json.dumps(value, indent=2) if is_json else "\n".join(_shown(value))
                 print(shown.lstrip("\n") or "nothing")
             else:
                 shutil.copyfileobj(reply, sys.stdout.buffer)
@@ -224,7 +231,12 @@ def _value(text: Any, schema: dict[str, Any], document: dict[str, Any]) -> Any:
         return text.split(",") if "array" in kinds else text
 
 
-def _help(noun: str, document: dict[str, Any]) -> Iterator[str]:
+def _help(noun: str) -> Iterator[str]:
+    from fastapi import FastAPI  # it takes a second, and a command without --help asks the gateway
+
+    from gateway.admin.routes import api_routes
+
+    document = FastAPI(routes=api_routes()).openapi()
     noun, only = _OTHERS.get(noun, (noun, ""))
     if noun == "cache":
         yield "sameway cache import FILE [--team-id N]\n    Puts answers into the cache, a JSON line each, with progress."
@@ -246,8 +258,8 @@ def _shown(value: Any) -> Iterator[str]:
     fields = value if isinstance(value, dict) else {"": value}
     tables = {name: one for name, one in fields.items() if isinstance(one, list) and one and isinstance(one[0], dict)}
     for name, cell in _cells(fields).items():
-        if name not in tables and cell:
-            yield f"{name}  {cell}"
+        if name not in tables and (cell or fields.get(name) == []):
+            yield f"{name}  {cell or 'none'}"
     for name, rows in tables.items():
         yield from _table([_cells(row) for row in rows], f"\n{name}\n" if len(fields) > len(tables) else "")
 
@@ -269,8 +281,8 @@ def _cells(fields: dict[str, Any], before: str = "") -> dict[str, str]:
             cells[name] = f"{len(value)} of them"
         else:
             value = (round(value, 3) or value) if isinstance(value, float) else value
-            shown = value if isinstance(value, str) else json.dumps(value) if value not in (None, []) else ""
-            cells[name] = shown if len(shown) <= _CELL_CHARS_MAX else f"{shown[: _CELL_CHARS_MAX - 1]}…"
+            text = value if isinstance(value, str) else json.dumps(value) if value not in (None, []) else ""
+            cells[name] = shown(text, _CELL_CHARS_MAX)  # what a client sent must not steer the terminal
     return cells
 
 

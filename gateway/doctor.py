@@ -129,8 +129,11 @@ async def _database(settings: Settings) -> AsyncIterator[Finding]:
         if settings.sql_url.startswith("postgres"):
             (seconds,) = await database.scalars(sa.select(sa.extract("epoch", sa.func.clock_timestamp())))
             yield _clock("the database", float(seconds) - time.time())
-    except (AccountsError, SQLAlchemyError, OSError) as error:
-        remedy = "start it, or correct `database_url`; `sameway serve` makes and migrates the tables"
+    except AccountsError as error:
+        what, _, remedy = str(error).partition(": ")
+        yield Finding("database", what, remedy, is_serious=True)
+    except (SQLAlchemyError, OSError) as error:
+        remedy = "start it, or correct `database_url`"
         yield Finding("database", (str(error).splitlines() or [type(error).__name__])[0], remedy, is_serious=True)
     finally:
         await database.close()

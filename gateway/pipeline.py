@@ -33,6 +33,7 @@ and 10 settles it. 5 sets the context that 6 and 10 use. What becomes of a reque
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -72,41 +73,32 @@ Learn = Callable[[Flight, Record], None]
 """Takes a recorded flight, or one of a hit found by words. Never awaits or raises."""
 
 
+@dataclass(eq=False)
 class Pipeline:
-    """The stages and the services that they use. One per worker. `emit` and `learn` take each record."""
+    """The stages and the services that they use. One per worker. `observe` and `learn` take each record."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        accounts: Accounts,
-        limits: Limits,
-        exact: ExactCache,
-        semantic: SemanticLookup,
-        *,
-        money: Money,
-        fleet: Fleet,
-        bearers: Bearers,
-        emit: Emit,
-        learn: Learn | None = None,
-    ) -> None:
-        self.settings = settings
-        self.accounts = accounts
-        self.limits = limits
-        self.bodies = Bodies(limits)
-        self.guards = Guards(settings)
-        self.exact = exact
-        self.money = money
-        self.fleet = fleet
+    settings: Settings
+    accounts: Accounts
+    limits: Limits
+    exact: ExactCache
+    semantic: SemanticLookup
+    _: KW_ONLY
+    money: Money
+    fleet: Fleet
+    bearers: Bearers
+    observe: Emit
+    learn: Learn | None = None
+
+    def __post_init__(self) -> None:
+        self.bodies = Bodies(self.limits)
+        self.guards = Guards(self.settings)
         self.flights = Flights()
-        self.semantic = semantic
         self.verifier: AsksVerifier | None = None  # its questions are requests to this pipeline
         self.renew: Callable[[Turn, Identity, Alias, Looked], object] = lambda *_: None  # begins it, of a stale answer
         self._loops = LoopDetector()
-        self._masks = Masks(settings)
-        self._answers = RecordedAnswers(settings.cache, exact, semantic, limits)
-        self.bearers = bearers
-        self._emit = self.guards.noting(emit)
-        self._learn = learn
+        self._masks = Masks(self.settings)
+        self._answers = RecordedAnswers(self.settings.cache, self.exact, self.semantic, self.limits)
+        self._emit = self.guards.noting(self.observe)
         self.generating: set[asyncio.Task[Any]] = set()  # until they are recorded
 
     @property
@@ -312,8 +304,8 @@ class Pipeline:
                 model=turn.alias,
                 flight=flight,
             )
-            if self._learn is not None:
-                self._learn(flight, record)
+            if self.learn is not None:
+                self.learn(flight, record)
             self._emit(record, turn, flight.chunks)
 
     # -- what led no flight ------------------------------------------------------------------------
@@ -341,8 +333,8 @@ class Pipeline:
             arrival, ended, duration_ms, identity=identity, turn=turn, alias=alias, model=model, reply=reply
         )
         is_hit_by_words = reply is not None and reply.flight is None and reply.looked.semantic.entry is not None
-        if is_hit_by_words and self._learn is not None and reply is not None and identity is not None:
-            self._learn(self._flight(reply.turn, identity, reply.alias, reply.looked), record)
+        if is_hit_by_words and self.learn is not None and reply is not None and identity is not None:
+            self.learn(self._flight(reply.turn, identity, reply.alias, reply.looked), record)
         self._emit(record, self.guards.unseen(turn, identity), ())
 
     def emit(self, record: Record) -> None:

@@ -16,6 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,38 +41,31 @@ _LOOKED_UP_S = 5.0  # what a request awaits between its alias and its generation
 _log = get_logger()
 
 
+@dataclass(eq=False)
 class Configuration:
     """The configuration of one worker. `settings` is the object that all its parts hold.
 
     Each of `applied` is called within a switch, when settings and fleet are the new ones.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        pipeline: Pipeline,
-        semantic: SemanticClient,
-        learning: Learning,
-        *,
-        metrics: Metrics,
-        link: RedisLink,
-    ) -> None:
-        self.settings = settings
+    settings: Settings
+    _pipeline: Pipeline
+    _semantic: SemanticClient
+    _learning: Learning
+    _metrics: Metrics
+    _link: RedisLink
+
+    def __post_init__(self) -> None:
         self.kept = frozenset[str]()  # the aliases that come from the database
         self.refused = ""  # why the latest one was, until another is taken
         self.at_s = time.time()  # of the latest switch
-        self._fleet = pipeline.fleet
-        self._pipeline = pipeline
-        self._semantic = semantic
-        self._learning = learning
-        self._metrics = metrics
-        self._link = link
-        self._audit = Audit(pipeline.accounts.database)
-        self._here = f"{socket.gethostname()}:{settings.run_dir}"
+        self._fleet = self._pipeline.fleet
+        self._audit = Audit(self._pipeline.accounts.database)
+        self._here = f"{socket.gethostname()}:{self.settings.run_dir}"
         self.applied: list[Callable[[], None]] = []
         self._next: tuple[Settings, Fleet] | None = None
         self._leaving: list[Deployment] = []
-        metrics.set(m.CONFIG_LOADED, self.at_s)
+        self._metrics.set(m.CONFIG_LOADED, self.at_s)
 
     async def obey(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what the supervisor asks. Raises SettingsError, OSError, ValueError."""
@@ -146,18 +140,16 @@ class Configuration:
         if self._next is None:
             raise ValueError("no configuration was prepared")
         (settings, fleet), self._next = self._next, None
-        changes = differences(self.settings, settings)
         self._leaving += self._fleet.take(fleet)
         self.settings.adopt(settings)
         self._pipeline.exact.take(cache_limits(settings))
         self._semantic.timeout_s = settings.cache.semantic_timeout_ms / 1000.0
-        self._learning.take(settings.cache, self._pipeline)
+        self._learning.take(settings.cache)
         for applied in self.applied:
             applied()
         self.refused, self.at_s = "", time.time()
         self._metrics.set(m.CONFIG_LOADED, self.at_s)
         self._metrics.add(m.CONFIG_RELOADS, 1, "taken")
-        _log.info("configuration_changed", changes=changes)
 
     async def settle(self) -> None:
         """Close the deployments that have gone, once no request is left that began before this call."""
@@ -175,7 +167,6 @@ class Configuration:
         self.refused = reason
         if is_first:
             self._metrics.add(m.CONFIG_RELOADS, 1, "refused")
-            _log.error("configuration_refused", reason=reason, consequence="the one before stays in use")
 
 
 async def _close(deployments: list[Deployment]) -> None:

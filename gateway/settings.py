@@ -1006,7 +1006,8 @@ class Settings(_Section):
     """the names that requests may send as `model`, with their deployments; `*` and `prefix/*` take
     every other name"""
     embedding_alias: str = DEFAULT_EMBEDDER_ALIAS
-    """the name under which /v1/embeddings serves the packaged embedder; empty: it does not"""
+    """the name under which /v1/embeddings serves the packaged embedder; empty: it does not, as where
+    `cache.is_semantic` is off and no name is set"""
     embedding_usd_per_mtok: float = Field(0.0, ge=0)
     """the price of the packaged embedder: USD for a million tokens, charged to the team's
     budgets"""
@@ -1052,6 +1053,8 @@ class Settings(_Section):
 
     @model_validator(mode="after")
     def _names_resolve(self) -> "Settings":
+        if not self.cache.is_semantic and "embedding_alias" not in self.model_fields_set:
+            self.__dict__["embedding_alias"] = ""  # no process of 400 MB for what nobody named
         seen: set[str] = set()
         wrong: list[str] = []
         for name in self.engines:
@@ -1321,19 +1324,9 @@ SECTIONS: tuple[type[BaseModel], ...] = tuple(reversed(_Section.__subclasses__()
 
 
 FIXED = frozenset(
-    {"host", "port", "workers", "data_dir", "redis_url", "database_url", *SECRETS, "trusted_proxies"}
-    | {
-        "public_path",
-        "client_stall_s",
-        "log_format",
-        "redis_timeout_ms",
-        "batches.files_url",
-    }
-    | {
-        "cache.is_semantic",
-        "models_dir",
-        *(f"traces.{name}" for name in TraceSettings.model_fields),
-    }
+    {"host", "port", "workers", "data_dir", "redis_url", "database_url", *SECRETS, "client_stall_s"}
+    | {"log_format", "redis_timeout_ms", "batches.files_url", "cache.is_semantic", "models_dir"}
+    | {f"traces.{name}" for name in TraceSettings.model_fields}
 )
 """The settings that change by a restart alone; so do those of an engine that is kept."""
 

@@ -28,6 +28,8 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cache.worker.options import WorkerOptions
 from gateway import control
 from gateway.child_output import ChildOutput
@@ -37,7 +39,7 @@ from gateway.extras import lacks
 from gateway.loggers import get_logger
 from gateway.settings import Settings, SettingsError, differences, refuse_fixed
 from gateway.transport.http_server import reserve
-from ipc import JSON_VARIABLE, argv_of
+from ipc import JSON_VARIABLE
 from local_engine.config import EngineConfig
 from local_engine.messages import EngineEnded, ended_path, write_ended
 
@@ -176,16 +178,19 @@ def engine_argv(settings: Settings, name: str) -> list[str]:
         answer_tokens_default=engine.output_tokens_default,
         **engine.model_dump(exclude={"model", "output_tokens_default"}),
     )
-    socket = ["--socket", str(settings.engine_socket(name))]
-    return [*python("local_engine.process.worker"), *socket, *argv_of(config)]
+    return _argv("local_engine.process.worker", settings.engine_socket(name), config)
 
 
 def cache_child(settings: Settings, env: Mapping[str, str]) -> Child:
     """The cache worker. Its command line lacks URLs, which may contain a password."""
     names = {option.name for option in fields(WorkerOptions)}
-    options = WorkerOptions(socket=settings.cache_socket, **settings.cache.model_dump(include=names))
-    argv = [*python("cache.worker"), *argv_of(options)]
+    options = WorkerOptions(**settings.cache.model_dump(include=names))
+    argv = _argv("cache.worker", settings.cache_socket, options)
     return Child(ChildKind.CACHE, "cache", argv, env, heartbeat=Heartbeat(settings.cache_socket))
+
+
+def _argv(module: str, socket: Path, options: EngineConfig | WorkerOptions) -> list[str]:
+    return [*python(module), str(socket), msgspec.json.encode(options).decode()]
 
 
 class Supervisor:

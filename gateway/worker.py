@@ -16,8 +16,7 @@ from fastapi import FastAPI
 
 from cache.event_loop import Loop
 from gateway import control
-from gateway.api.front import Front
-from gateway.app import begin_stop, create_app
+from gateway.app import begin_stop, create_app, served
 from gateway.settings import Settings
 from gateway.supervisor import WORKER_SETTINGS
 from gateway.transport.http_server import HttpServer
@@ -56,7 +55,7 @@ async def _serve(handed: Path, address: str, port: int, heartbeat: Path) -> int:
 
 async def run(app: FastAPI, settings: Settings, address: str, port: int, stop: asyncio.Event) -> int:
     """Open `app`, serve it until `stop`, and close it. Returns the exit status: 1 if it did not start."""
-    server = HttpServer(Front(app, app.state.routes), address, port, settings.client_stall_s)
+    server = HttpServer(served(app), address, port, settings.client_stall_s)
     async with AsyncExitStack() as opened:
         try:
             await opened.enter_async_context(app.router.lifespan_context(app))

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Generic
 
@@ -64,6 +65,7 @@ class IncomingCall(Generic[CallT]):
             _log.log(level, "%s: %s after %.3f s", *words, extra={"trace_id": self.trace_id})
 
 
+@dataclass(eq=False)
 class RpcServer(Generic[CallT]):
     """Passes each call to `on_call`, and each open call that its client cancels or leaves to
     `on_cancel`.
@@ -73,20 +75,14 @@ class RpcServer(Generic[CallT]):
     second. A call that takes `slow_s` seconds is slow.
     """
 
-    def __init__(
-        self,
-        wire: Wire[CallT, Any],
-        *,
-        state: Callable[[], Any],
-        on_call: Callable[[IncomingCall[CallT]], Coroutine[Any, Any, None] | None],
-        on_cancel: Callable[[IncomingCall[CallT]], object] = lambda call: None,
-        slow_s: float = 5.0,
-    ) -> None:
-        self.wire = wire
-        self.state = state
-        self._on_call = on_call
-        self.on_cancel = on_cancel
-        self.slow_s = slow_s
+    wire: Wire[CallT, Any]
+    _: KW_ONLY
+    state: Callable[[], Any]
+    on_call: Callable[[IncomingCall[CallT]], Coroutine[Any, Any, None] | None]
+    on_cancel: Callable[[IncomingCall[CallT]], object] = lambda call: None
+    slow_s: float = 5.0
+
+    def __post_init__(self) -> None:
         self.peers: set[_Peer[CallT]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pushed: Any = None
@@ -119,7 +115,7 @@ class RpcServer(Generic[CallT]):
 
     def take(self, call: IncomingCall[CallT]) -> None:
         """Begin to answer a call."""
-        work = self._on_call(call)
+        work = self.on_call(call)
         if work is not None:
             task = asyncio.create_task(self._answer(call, work))
             self._tasks.add(task)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 _SIZE_MAX = 2**31
 _DTYPES, _WEIGHTS = ("auto", "float32", "bfloat16", "float16"), ("auto", "int8", "int4", "fp8")
@@ -41,7 +41,7 @@ def require_among(value: object, supported: Iterable[object], subject: str) -> N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The settings of one engine, which are also its command line's options (see `ipc.options`).
+    """The settings of one engine, which its process gets as JSON.
     None means: decided from the machine when the engine starts.
 
     `weights`: a checkpoint's quantised weights stay so if a kernel supports them; for int8, int4
@@ -53,26 +53,23 @@ class EngineConfig:
     their last bits differ.
     """
 
-    model: Annotated[str | None, "a GGUF file, a checkpoint folder or a hub name; default: the embedded model"] = None
-    draft_model: Annotated[str | None, "a smaller model with the same tokenizer, which guesses for it"] = None
-    device: Annotated[str, "auto, cpu, cuda, cuda:N"] = "auto"
-    dtype: Annotated[str, "auto, float32, bfloat16, float16"] = "auto"
-    weights: Annotated[str, "auto (as the checkpoint has them), int8, int4, fp8"] = "auto"
-    threads: Annotated[int | None, "CPU threads; default: the cores there are"] = None
-    kv_size_mb: Annotated[int | None, "memory for KV; default: by what is free"] = None
-    kv_blocks: Annotated[int | None, "the same, counted in blocks"] = None
-    block_tokens: Annotated[int, "tokens of one KV block"] = 16
-    context_tokens_max: Annotated[int | None, "a shorter context than the model's"] = None
-    step_tokens_max: Annotated[int | None, "tokens of one step, prefill and decode together"] = None
-    sequences_max: Annotated[int | None, "sequences that run at once"] = None
-    queue_max: Annotated[int, "requests that may wait"] = 256
-    answer_tokens_default: Annotated[int, "max_tokens where a request has none"] = 512
-    draft_tokens_max: Annotated[int, "tokens guessed per sequence and step; 0: none"] = 8
-    is_batch_invariant: Annotated[
-        bool | None,
-        "the same logits to the last bit in any batch: by default wherever the native kernels do all the work; "
-        "with --no- long prompts are a tenth faster",
-    ] = None
+    model: str | None = None  # a GGUF file, a checkpoint folder or a hub name; default: the embedded model
+    draft_model: str | None = None  # a smaller model with the same tokenizer, which guesses for it
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    dtype: str = "auto"  # auto, float32, bfloat16, float16
+    weights: str = "auto"  # auto (as the checkpoint has them), int8, int4, fp8
+    threads: int | None = None  # CPU threads; default: the cores there are
+    kv_size_mb: int | None = None  # memory for KV; default: by what is free
+    kv_blocks: int | None = None  # the same, counted in blocks
+    block_tokens: int = 16  # tokens of one KV block
+    context_tokens_max: int | None = None  # a shorter context than the model's
+    step_tokens_max: int | None = None  # tokens of one step, prefill and decode together
+    sequences_max: int | None = None  # sequences that run at once
+    queue_max: int = 256  # requests that may wait
+    answer_tokens_default: int = 512  # max_tokens where a request has none
+    draft_tokens_max: int = 8  # tokens guessed per sequence and step; 0: none
+    is_batch_invariant: bool | None = None
+    drain_s: float = 2.0  # that running answers have after SIGTERM
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

@@ -217,14 +217,15 @@ def test_every_alert_is_documented() -> None:
 
 
 def test_the_proxies_wait_for_the_longest_answer() -> None:
-    """nginx's lines in docs/operations.md and deploy/envoy.yaml wait longer than a deployment may take for a whole answer."""
-    envoy = (ROOT / "deploy/envoy.yaml").read_text()
+    """nginx's lines, Envoy's and Traefik's files wait longer than a deployment may take for a whole answer."""
+    envoy, traefik = ((ROOT / "deploy" / name).read_text() for name in ("envoy.yaml", "traefik.yaml"))
+    assert yaml.safe_load(traefik)["http"]["services"]
     assert yaml.safe_load(envoy)["static_resources"]["listeners"]
     limits = re.findall(
-        r"(?:proxy_read_timeout|stream_idle_timeout:) (\d+)s",
-        OPERATIONS.partition("```nginx")[2].partition("```")[0] + envoy,
+        r"(?:proxy_read_timeout |stream_idle_timeout: |readTimeout=)(\d+)s",
+        OPERATIONS.partition("```nginx")[2].partition("```")[0] + envoy + traefik,
     )
-    assert len(limits) == 2
+    assert len(limits) == 3
     longest_ms = DeploymentSettings.model_fields["whole_timeout_ms"].default
     assert all(int(limit) * 1_000 > longest_ms for limit in limits)
 

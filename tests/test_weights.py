@@ -98,5 +98,5 @@ def test_only_what_is_needed_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert [one.name for one in missing(Settings())] == list(pinned())
     by_server = {"m": ModelSettings(deployments=[SERVER])}
     assert ENGINE not in [one.name for one in missing(Settings(models=by_server))]
-    alone = Settings(models=by_server, cache=CacheSettings(is_semantic=False), embedding_alias="")
+    alone = Settings(models=by_server, cache=CacheSettings(is_semantic=False))
     assert missing(alone) == []

@@ -1146,7 +1146,7 @@ async def _build(settings: Settings, redis: Redis) -> World:
         money=money,
         fleet=fleet,
         bearers=bearers,
-        emit=emit,
+        observe=emit,
         learn=learner.recorded,
     )
     questions: list[tuple[str, int, str]] = []
@@ -1213,7 +1213,7 @@ def _verifiers(
     if not any(settings.verification(name).verifier for name in settings.models):
         return None
     return Verifiers(
-        settings,
+        settings=settings,
         fleet=fleet,
         accounts=accounts,
         exact=exact,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -38,14 +39,14 @@ _FAULT_PERIOD_S = 20.0
 _QUIET_PERIOD_S = 25.0
 _GROWTH_MAX_MB = 24.0
 _CANARIES = 6
-_OPTIONS = (
-    "--device=cpu",
-    "--kv-blocks=320",
-    "--sequences-max=12",
-    "--queue-max=48",
-    "--context-tokens-max=1024",
-    "--step-tokens-max=192",
-)
+_OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "kv_blocks": 320,
+    "sequences_max": 12,
+    "queue_max": 48,
+    "context_tokens_max": 1024,
+    "step_tokens_max": 192,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +110,25 @@ class Findings:
 class Kept:
     """An engine process that is started again when it ends, and the client that stays connected to it."""
 
-    def __init__(self, name: str, folder: Path, options: list[str], findings: Findings) -> None:
+    def __init__(self, name: str, folder: Path, options: dict[str, Any], findings: Findings) -> None:
         self.name = name
         self.engine = AsyncEngine(folder / f"{name}.sock")
         self.log_path = folder / f"{name}.log"
         self.is_faulty = False  # a fault was just done to it
         self.is_ending = False
         self._folder = folder
-        self._options = [*options, f"--socket={folder / f'{name}.sock'}"]
+        self._options = json.dumps(options)
         self._findings = findings
         self.child = self._start()
 
     def _start(self) -> Child:
-        command = [sys.executable, "-m", "local_engine.process.worker", *self._options]
+        command = [
+            sys.executable,
+            "-m",
+            "local_engine.process.worker",
+            str(self._folder / f"{self.name}.sock"),
+            self._options,
+        ]
         return Child(command, self.log_path, {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}, Path.cwd())
 
     async def keep(self) -> None:
@@ -170,7 +177,7 @@ class Soak:
         self.findings = Findings()
         self._draw = random.Random(seed)
         self._duration_s = duration_s
-        options = [*_OPTIONS, f"--model={model}", f"--threads={threads}", *_invariance()]
+        options = {**_OPTIONS, "model": model, "threads": threads, **_invariance()}
         self._steady = Kept("steady", folder, options, self.findings)
         self._victim = Kept("victim", folder, options, self.findings)
         self._has_canaries = bool(_invariance())
@@ -309,11 +316,11 @@ class Soak:
                     self.findings.wrong.append(f"canary {index} was answered otherwise")
 
 
-def _invariance() -> list[str]:
+def _invariance() -> dict[str, Any]:
     """Answers that may be compared, where this machine has the kernels for it."""
     from local_engine.kernels.cpu import kernels
 
-    return ["--batch-invariant", "--weights=int8"] if kernels() is not None else []
+    return {"is_batch_invariant": True, "weights": "int8"} if kernels() is not None else {}
 
 
 def _rss_mb(pid: int) -> float:

@@ -237,6 +237,5 @@ def _trial(cases: Sequence[Case], neighbours: Sequence[Neighbour], counters: Nam
         chance=1.0,
         rule=b"",
         peers=tuple(alike[:_PEERS]),
-        is_cold=first.p == _SAME,
         hits=counters.hits,
     )

@@ -20,7 +20,7 @@ _NAME_BYTES = DIGEST_BYTES + 8
 _NO_GROUP = bytes(_NAME_BYTES)  # of an entry's own words: they hold whatever equals its answer
 
 
-class Verified(msgspec.Struct, frozen=True, array_like=True, tag="w2"):
+class Verified(msgspec.Struct, frozen=True, array_like=True, tag="w3"):
     """The hit that found two prompts to mean the same, at `at` (unix seconds) and the bound
     `error_max`. `verifier` is the deployment that said so; empty: the rule did.
     """

@@ -10,8 +10,10 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from cache.fingerprint import Partition
 from cache.query import Trial
@@ -35,7 +37,7 @@ class Scope(StrEnum):
     GROUP = "g"
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class Verdict(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="f3"):
     """Whether a cached answer was right for a request, None where no judge could say, on the trial
     of that request.
 
@@ -59,50 +61,16 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     wordings: tuple[bytes, ...] = ()
 
     def encode(self) -> bytes:
-        """The stored form, flat. The trial's `ranked` is left out: the stream has the answer beside
-        the verdict.
-        """
-        trial, fields = self.trial, msgspec.structs.asdict(self)
-        del fields["trial"]
-        return _ENCODER.encode(
-            _StoredVerdict(
-                features=trial.features,
-                p=trial.p,
-                chance=trial.chance,
-                rule=trial.rule,
-                differing=trial.differing,
-                **fields,
-            )
-        )
+        """The stored form, without the answers that the trial names: the stream has the judged one beside it."""
+        return _encoded(self)
 
     @staticmethod
     def decode(data: bytes) -> Verdict:
         """Raises msgspec.DecodeError for anything but a verdict of this version."""
-        fields = msgspec.structs.asdict(_read_verdict(data))
-        if not 0.0 < fields["chance"] <= 1.0 or len(fields["features"]) % _FLOAT_BYTES:
+        verdict = _read_verdict(data)
+        if not 0.0 < verdict.trial.chance <= 1.0 or len(verdict.trial.features) % _FLOAT_BYTES:
             raise msgspec.ValidationError("no chance of a comparison, or no row of numbers")
-        trial = Trial((), **{name: fields.pop(name) for name in ("features", "p", "chance", "rule", "differing")})
-        return Verdict(trial=trial, **fields)
-
-
-class _StoredVerdict(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="f2"):
-    """The fields of a verdict in the order in which Redis has them."""
-
-    source: Source
-    compat: bytes
-    exact: bytes
-    created_at: float
-    is_right: bool | None
-    features: bytes
-    p: float
-    chance: float
-    rule: bytes
-    at: float
-    judge: str = ""
-    why: str = ""
-    alias: str = ""
-    differing: tuple[bytes, ...] = ()
-    wordings: tuple[bytes, ...] = ()
+        return verdict
 
 
 class Suspension(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="s1"):
@@ -119,7 +87,7 @@ class Suspension(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     alias: str = ""
 
 
-class ServedReply(msgspec.Struct, frozen=True, kw_only=True):
+class ServedReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="r2"):
     """What response `id` served: the answer of entry `exact`, made at `created_at`, on this
     trial.
     """
@@ -133,42 +101,23 @@ class ServedReply(msgspec.Struct, frozen=True, kw_only=True):
     trial: Trial
 
     def encode(self) -> bytes:
-        """As it is kept, flat, without the trial's `ranked` and `chance`."""
-        trial, fields = self.trial, msgspec.structs.asdict(self)
-        del fields["trial"]
-        return _ENCODER.encode(
-            _StoredReply(features=trial.features, p=trial.p, rule=trial.rule, differing=trial.differing, **fields)
-        )
+        """As it is kept; the chance of a check is none of a report's."""
+        return _encoded(self, chance=1.0)
 
     @staticmethod
     def decode(data: bytes) -> ServedReply:
-        """Raises msgspec.DecodeError. The trial of what comes out has no `ranked`, and a `chance`
-        of 1.
-        """
-        own = msgspec.structs.asdict(_read_reply(data))
-        trial = Trial((), chance=1.0, **{name: own.pop(name) for name in ("features", "p", "rule", "differing")})
-        return ServedReply(trial=trial, **own)
+        """Raises msgspec.DecodeError."""
+        return _read_reply(data)
 
 
-class _StoredReply(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="r1"):
-    """The fields of a reply in the order in which Redis has them."""
-
-    id: str
-    exact: bytes
-    created_at: float
-    compat: bytes
-    alias: str
-    at: float
-    features: bytes
-    p: float
-    rule: bytes
-    differing: tuple[bytes, ...] = ()
+def _encoded(value: Verdict | ServedReply, **changes: Any) -> bytes:
+    trial = replace(value.trial, ranked=(), peers=(), **changes)
+    return msgspec.msgpack.encode(replace(value, trial=trial))
 
 
-_ENCODER = msgspec.msgpack.Encoder()
 _FLOAT_BYTES = 4
-_read_verdict = reader(msgspec.msgpack.Decoder(_StoredVerdict))
-_read_reply = reader(msgspec.msgpack.Decoder(_StoredReply))
+_read_verdict = reader(msgspec.msgpack.Decoder(Verdict))
+_read_reply = reader(msgspec.msgpack.Decoder(ServedReply))
 
 
 @dataclass(frozen=True, slots=True)

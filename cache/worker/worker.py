@@ -1,6 +1,6 @@
 """The cache worker: one process a host with the encoder and the index, for all its gateway workers.
 
-    python -m cache.worker --socket PATH [--redis URL] [--embedder NAME] [--device auto|cpu|cuda]
+    SAMEWAY_REDIS_URL=URL python -m cache.worker SOCKET '{"embedder": "NAME"}'
 
 The socket listens at once; heavy imports and the model follow in a thread, and until then lookups
 are a miss with LOADING. One thread does all work on the cache, lookups in batches of those that
@@ -15,18 +15,19 @@ entry from Redis, so a purged one can't be served). Ends on SIGTERM, or with its
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
 import logging
 import os
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -40,7 +41,7 @@ from cache.verdicts.judges import Judgement, Ruling
 from cache.worker import messages as wire
 from cache.worker.options import WorkerOptions
 from cache.worker.queue import SpareTime, fitting
-from ipc import IncomingCall, RpcServer, add_options, log_to_stderr, options_from
+from ipc import IncomingCall, RpcServer, log_to_stderr
 
 if TYPE_CHECKING:
     from cache.semantic.cache import SemanticCache
@@ -70,8 +71,10 @@ _SLOW_S = 0.5  # of a lookup, which a gateway waits a second for
 class Worker:
     """One cache worker, from its start to its end."""
 
-    def __init__(self, options: WorkerOptions) -> None:
+    def __init__(self, options: WorkerOptions, socket: Path, redis_url: str, index_url: str) -> None:
         self._options = options
+        self._socket = socket
+        self._redis_url, self._index_url = redis_url, index_url
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encoder")
         self._preparing = asyncio.Lock()  # a batch of lookups
@@ -97,7 +100,7 @@ class Worker:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         server = RpcServer(wire.WIRE, state=self._status, on_call=self._take, slow_s=_SLOW_S)
-        serving = server.serve(self._options.socket, stop.is_set, _STATE_PERIOD_S)
+        serving = server.serve(self._socket, stop.is_set, _STATE_PERIOD_S)
         lanes = (self._answer_lookups(), self._answer_lookups())  # one embeds while the other decides
         tasks = [asyncio.create_task(work) for work in (serving, self._load_and_follow(), *lanes)]
         done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -127,17 +130,17 @@ class Worker:
         from cache.semantic.follower import Follower
         from cache.worker.judging import AnswerJudging
 
-        redis, listening = (RedisLink(self._options.redis, times * _REDIS_TIMEOUT_S) for times in (1, 2))
+        redis, listening = (RedisLink(self._redis_url, times * _REDIS_TIMEOUT_S) for times in (1, 2))
         parts = redis, cache, self._thread, key, self._options.size_bytes_max, listening
         self._judging = AnswerJudging(cache)
-        if not self._options.index:
+        if not self._index_url:
             self._follower, self._cache = Follower(*parts), cache
             await asyncio.gather(self._follow(cache), self._follower.listen())
             return
         from cache.semantic.engine import EngineUnfit
         from cache.semantic.proposals import ProposalFollower
 
-        engine = _engine(self._options.index, cache.dims, key)
+        engine = _engine(self._index_url, cache.dims, key)
         self._follower = self._proposals = ProposalFollower(*parts, engine=engine, encoding=self._encoding)
         self._cache = cache
         try:
@@ -400,12 +403,10 @@ def _find(cache: SemanticCache, lookups: list[Lookup]) -> list[Neighbourhood]:
     ]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m cache.worker", description="The semantic cache of this host.")
-    add_options(parser, WorkerOptions)
-    options = options_from(WorkerOptions, parser.parse_args(argv))
-    if not options.redis:
-        parser.error("--redis or SAMEWAY_REDIS_URL is needed")
+def main() -> int:
+    socket, options = Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=WorkerOptions)
+    # a command line shows to all users of a host, and a URL may have a password
+    urls = os.environ["SAMEWAY_REDIS_URL"], os.environ.get("SAMEWAY_INDEX_URL", "")
     for name, value in (
         ("OMP_NUM_THREADS", "1"),  # FAISS': a search is too short to share
         ("OMP_WAIT_POLICY", "PASSIVE"),
@@ -416,5 +417,5 @@ def main(argv: list[str] | None = None) -> int:
     log_to_stderr(logging.WARNING, "%(asctime)s %(levelname)s %(name)s %(message)s")
     _log.setLevel(logging.INFO)
     with contextlib.suppress(KeyboardInterrupt):
-        return uvloop.run(Worker(options).run(), loop_factory=Loop)
+        return uvloop.run(Worker(options, socket, *urls).run(), loop_factory=Loop)
     return 0

@@ -19,13 +19,13 @@ import hmac
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from gateway.accounts.sessions import Session, Sessions
 from gateway.loggers import get_logger
-from policies.redis import RedisCommands
 
 CODE_S, INTERVAL_S = 600, 5
 ACCESS_S, SIGN_IN_S = 3_600, 7 * 86_400
@@ -72,20 +72,14 @@ def plain(user_code: str) -> str:
     return "".join(char for char in user_code.upper() if char in _LETTERS)
 
 
+@dataclass(eq=False)
 class Agents:
     """Codes and tokens. `mark` gives the keys of kinds (`Guard.mark`); `clock` gives unix seconds."""
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        mark: Callable[[str], bytes],
-        redis: RedisCommands,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._sessions = sessions
-        self._mark = mark
-        self._redis: Any = redis
-        self._clock = clock
+    _sessions: Sessions
+    _mark: Callable[[str], bytes]
+    _redis: Any
+    _clock: Callable[[], float] = time.time
 
     # -- the device authorization grant
 

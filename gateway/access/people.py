@@ -8,6 +8,7 @@ person, whatever the request says.
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -91,26 +92,19 @@ class _Seen(msgspec.Struct):
     identity: Identity
 
 
+@dataclass(eq=False)
 class Bearers:
     """Callers of /v1 whose bearer is a token of the provider, or one of the gateway's own `agents`.
 
     `clock` gives unix seconds.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        provider: Provider,
-        accounts: Accounts,
-        agents: Agents,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._agents = agents
-        self._settings = settings
-        self._provider = provider
-        self._accounts = accounts
-        self._clock = clock
-        self._seen: dict[bytes, _Seen] = {}
+    _settings: Settings
+    _provider: Provider
+    _accounts: Accounts
+    _agents: Agents
+    _clock: Callable[[], float] = time.time
+    _seen: dict[bytes, _Seen] = field(default_factory=dict, init=False)
 
     async def identify(self, token: str) -> Identity | None:
         """The caller of a token; None where no tokens are taken or this is none.

@@ -5,14 +5,13 @@ here are values, which import no sqlalchemy. Read `teams.py` first, then `accoun
 """
 
 from gateway.accounts.errors import AccountsError, AlreadyExists, DoesNotExist, Invalid, SchemaUnknown
-from gateway.accounts.row import HitsPart, HitsRow, LedgerRow, booked, charges_of, decode_row, encode_row
+from gateway.accounts.row import HitsRow, LedgerRow, booked, charges_of, decode_row, encode_row
 from gateway.accounts.teams import Identity, Key, NewKey, Team, partition_of, scope_of
 
 __all__ = [
     "AccountsError",
     "AlreadyExists",
     "DoesNotExist",
-    "HitsPart",
     "HitsRow",
     "Identity",
     "Invalid",

@@ -26,7 +26,7 @@ from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid, SchemaUnknown
 
 _LEFT_OUT = (schema.sessions.name,)  # people sign in again
-_DATA = ("secret", "admin.key", "files")  # of the data directory
+DATA = ("secret", "admin.key", "files")  # of the data directory
 _CONFIG = "sameway.yaml"
 _ROWS_AT_ONCE = 500
 _TABLES = [table for table in schema.metadata.sorted_tables if table.name not in _LEFT_OUT]
@@ -51,7 +51,7 @@ async def back_up(database: Database, data_dir: Path, config: Path | None, path:
         with _private(draft) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             manifest = await _dump(database, archive)
             archive.writestr("manifest.json", msgspec.json.encode(manifest))
-            for found in sorted(one for name in _DATA for one in _files(data_dir / name)):
+            for found in sorted(one for name in DATA for one in _files(data_dir / name)):
                 archive.write(found, f"data/{found.relative_to(data_dir)}")
             if config is not None:
                 archive.write(config, _CONFIG)

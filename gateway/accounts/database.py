@@ -127,7 +127,7 @@ class Database:
                 await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
             found = await _version(connection)
             if found != schema.VERSION:
-                await connection.run_sync(create_tables if found is None else _upgrade)
+                await connection.run_sync(functools.partial(_upgrade, found) if found else create_tables)
 
     @uncancelled
     async def check(self) -> None:
@@ -137,7 +137,7 @@ class Database:
         async with self.reading() as connection:
             found = await _version(connection)
         if found != schema.VERSION:
-            raise SchemaUnknown("the database is of another version of Sameway: start this version's gateway first")
+            raise SchemaUnknown(_of_another(found, "`sameway serve` of this version migrates them"))
 
     @uncancelled
     async def close(self) -> None:
@@ -400,8 +400,15 @@ def create_tables(connection: sa.Connection) -> None:
     connection.execute(version.insert().values(version_num=schema.VERSION))
 
 
-def _upgrade(connection: sa.Connection) -> None:
-    """Run the migrations on `connection`, inside its transaction."""
+def _of_another(version: str | None, remedy: str) -> str:
+    """That the tables are not of this version, and what to do; `remedy` is for those of an earlier one."""
+    if str(version) > schema.VERSION:
+        remedy = "start that later version, or restore the backup from before it"
+    return f"its tables are of schema {version}, and this version of Sameway has {schema.VERSION}: {remedy}"
+
+
+def _upgrade(version: str, connection: sa.Connection) -> None:
+    """Run the migrations from `version` on `connection`, inside its transaction. Raises SchemaUnknown."""
     from alembic import command
     from alembic.config import Config
     from alembic.util import CommandError
@@ -412,7 +419,4 @@ def _upgrade(connection: sa.Connection) -> None:
     try:
         command.upgrade(config, "head")
     except CommandError as error:
-        raise SchemaUnknown(
-            "its tables are of another version of Sameway, a later one or one before the first release: "
-            f"start that one, restore a backup, or begin with an empty database: {error}"
-        ) from error
+        raise SchemaUnknown(_of_another(version, "no release had them: begin with an empty database")) from error

@@ -28,7 +28,7 @@ from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
 from gateway.accounts.months import HOUR_MS
 from gateway.accounts.rollups import CORRECTION, DAY_MS, SPANS, SUMS
-from gateway.accounts.row import BOOKED, CHECKING, COUNTS, HIT_SUMS, KINDS, HitsRow, LedgerRow, columns_of
+from gateway.accounts.row import BOOKED, CHECKING, COUNTS, HIT_SUMS, HitsRow, LedgerRow, columns_of
 from policies import Usage, WindowKind
 from policies.budgets import DrainedSpend, OwnSpend
 from policies.windows import Window
@@ -300,8 +300,8 @@ class Ledger:
 
         With `most` the kinds of tokens that are billed apart are left out. Counts whole UTC days:
         `from_ms` and `until_ms` are widened to them. The group TAG has the values of the filter's
-        `tag` or, without it, the names of tags. Sums by session are read from the rows of the last
-        SESSION_DAYS_MAX days of the filter, and have no hits. Raises Invalid for a user, a tag or a region
+        `tag` or, without it, the names of tags. Sums by session are read from the rows and hits of the
+        last SESSION_DAYS_MAX days of the filter. Raises Invalid for a user, a tag or a region
         together with a key, model, deployment, kind or one another, and for a session with a user or tag.
         """
         where, names = where or LedgerFilter(), SUMS if most is None else SUMS[: len(COUNTS) + 1]
@@ -511,19 +511,22 @@ def _source(
 
 
 def _sums_of_rows(first: int, end: int) -> sa.Subquery:
-    """The rows of these days, each with the columns of a sum of one."""
-    rows = schema.ledger.c
-    is_check = rows.kind.in_(CHECKING)
-    columns = [rows[name] for name in (*_FILTERS, "session", "region", *COUNTS, *KINDS)]
-    values = {
-        "day": rows.at_ms // DAY_MS,
+    """The rows and hits of these days, each with the columns of a sum."""
+    rows, hits = schema.ledger.c, schema.ledger_hits.c
+    names = (*_FILTERS, "session", "region", *SUMS, *HIT_SUMS)
+    none: dict[str, Any] = dict.fromkeys((*SUMS, *HIT_SUMS), sa.literal(0)) | dict.fromkeys(names[3:6], sa.literal(""))
+    of_rows = {name: rows.get(name, value) for name, value in none.items()} | {
         "requests": sa.case((rows.kind == CORRECTION, 0), else_=1),
-        "hits": sa.literal(0),
-        "saved_microusd": sa.literal(0),
-        "checks_microusd": sa.case((is_check, rows.cost_microusd), else_=0),
+        "checks_microusd": sa.case((rows.kind.in_(CHECKING), rows.cost_microusd), else_=0),
     }
-    labelled = [value.label(name) for name, value in values.items()]
-    return sa.select(*columns, *labelled).where(rows.at_ms.between(first * DAY_MS, end * DAY_MS - 1)).subquery()
+    of_hits = none | {"session": hits.session, "hits": hits.requests, "saved_microusd": hits.baseline_microusd}
+    parts = [
+        sa.select(
+            (table.at_ms // DAY_MS).label("day"), *[(values[n] if n in values else table[n]).label(n) for n in names]
+        ).where(table.at_ms.between(first * DAY_MS, end * DAY_MS - 1))
+        for table, values in ((rows, of_rows), (hits, of_hits))
+    ]
+    return sa.union_all(*parts).subquery()
 
 
 def _position(cursor: str) -> tuple[int, str]:

@@ -118,17 +118,16 @@ def checks(rows: Iterable[Alike]) -> list[Alike]:
 
 
 def hits(rows: Iterable[HitsRow]) -> list[Alike]:
-    """The parts of hits by HIT_SUMS, as rows without a deployment."""
+    """The hits by HIT_SUMS, as rows without a deployment."""
     return [
         (
             LedgerRow(
-                id=f"{row.id}.{number}", at_ms=row.at_ms, request_id="", team_id=row.team_id, key_id=part.key_id, alias=row.alias,
-                deployment="", usage=Usage(), cost_microusd=0, kind=row.source, user=part.user, tags=part.tags,
+                id=row.id, at_ms=row.at_ms, request_id="", team_id=row.team_id, key_id=row.key_id, alias=row.alias,
+                deployment="", usage=Usage(), cost_microusd=0, kind=row.source, user=row.user, tags=row.tags,
             ),
-            [part.requests, part.saved_microusd, 0],
+            [row.requests, row.baseline_microusd, 0],
         )
         for row in rows
-        for number, part in enumerate(row.parts)
     ]  # fmt: skip
 
 

@@ -92,33 +92,26 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
         return _decode_tags(self.tags) if self.tags else {}
 
 
-class HitsPart(msgspec.Struct, frozen=True):
-    """The hits of one key, user and tags among those of a row, and the sum of their known baselines."""
-
-    key_id: int
-    user: str
-    tags: str
-    requests: int
-    saved_microusd: int
-
-
 class HitsRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that cost nothing, of one team, alias and source, in one hour.
+    """Requests that cost nothing and agree in all texts and ids, in one hour.
 
-    `source` is exact, semantic or coalesced. `unknown` counts the `requests` without a known
-    baseline; `baseline_microusd` sums the known baselines. `parts`, which is not a column of the
-    table, divides them for the sums by key, user and tag.
+    `source` is exact, semantic or coalesced; `user`, `tags` and `session` are as in a LedgerRow.
+    `unknown` counts the `requests` without a known baseline; `baseline_microusd` sums the known
+    baselines.
     """
 
     id: str
     at_ms: int
     team_id: int
+    key_id: int
     alias: str
     source: str
     requests: int
     unknown: int
     baseline_microusd: int
-    parts: tuple[HitsPart, ...] = ()
+    user: str = ""
+    tags: str = ""
+    session: str = ""
 
 
 def charges_of(row: LedgerRow, counts: Iterable[Taken]) -> tuple[Charge, ...]:

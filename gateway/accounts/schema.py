@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from gateway.accounts.row import COUNTS, HIT_SUMS, KINDS
 
-VERSION = "20261128"  # the last change of the tables: until the first release they change in place
+VERSION = "20261128b"  # the last change of the tables: until the first release they change in place
 LIMITS = ("requests_per_min", "tokens_per_min")
 """The rate limits of teams and keys."""
 
@@ -265,8 +265,8 @@ ledger_rollups = _table(
 ledger_hits = _table(
     "ledger_hits",
     *_key(id=sa.Text, at_ms=sa.BigInteger),
-    sa.Column("team_id", sa.Integer, nullable=False),
-    *_columns(sa.Text, "alias", "source"),
+    *_columns(sa.Integer, "team_id", "key_id"),
+    *_columns(sa.Text, "alias", "source", "user", "tags", "session"),
     *_columns(sa.BigInteger, "requests", "unknown", "baseline_microusd"),
     sa.Index(None, "at_ms"),
     postgresql_partition_by="RANGE (at_ms)",

@@ -180,11 +180,11 @@ def add_device_page(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             "groups": list(session.groups),
         }
         agent = await waiting(request, code)
+        if agent is not None and is_allowed:
+            await parts.audit.add(parts.audit_row(AGENT_SIGNED_IN, agent.client, principal_of(request)))
         if agent is None or not await parts.guard.agents.decide(code, person if is_allowed else None):
             return page(request, 400, code=code, problem=_NONE_WAITS)
         await guesses.forget("device", client_of(request))
-        if is_allowed:
-            await parts.audit.add(parts.audit_row(AGENT_SIGNED_IN, agent.client, principal_of(request)))
         return page(request, outcome="allowed" if is_allowed else "denied")
 
 

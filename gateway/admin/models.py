@@ -551,7 +551,7 @@ LedgerOut = Annotated[_Values, _Flat("LedgerOut", rows=list[_LedgerRow], cursor=
 
 
 class LedgerSumOut(_Out):
-    """The rows of one group, summed. A column that is no group is null."""
+    """The rows of one group, summed. A column that is no group is null, but for the team of a key."""
 
     team_id: int | None
     team: str | None = Field(description="its name; null: of a team that was deleted")

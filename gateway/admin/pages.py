@@ -6,6 +6,7 @@ its looks.
 
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Any, get_args
 from urllib.parse import urlencode
 
@@ -159,6 +160,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             request,
             "savings.html",
             savings=sums,
+            linked=partial(with_query, request),
             bars=waterfall(sums),
             chart=savings_chart(sums),
             team_id=team_id,
@@ -188,6 +190,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             rows=page["rows"],
             older=with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
             by=by,
+            linked=partial(with_query, request),
             groups=GROUPS,
             sums=sums,
             days=_shown_days(parts, request, where),

@@ -16,7 +16,7 @@ _FAILED_SHARE_MAX = 0.05
 _REFUSED_SHARE_MAX = 0.5
 _REQUESTS_MIN = 20
 _BUDGET_SHARE_NEAR = 0.9
-_DEPLOYMENTS = "/admin/deployments"
+_DEPLOYMENTS, _TEAMS = "/admin/deployments", "/admin/teams"
 
 
 def problems(
@@ -29,11 +29,12 @@ def problems(
     unverified: Sequence[str] = (),
     refused: str = "",
     hosts: Sequence[Host] = (),
+    named: Sequence[tuple[str, str]] = (),
 ) -> list[Problem]:
     """All current problems; empty when all is well.
 
     `unverified` says of aliases that no deployment can verify their answers; `refused`, what is wrong
-    with the latest configuration.
+    with the latest configuration; `named`, the sections that mask and guard with their teams.
     """
     current = [
         *([Problem(f"The configuration was not changed: {refused}", _DEPLOYMENTS, True)] if refused else ()),
@@ -45,6 +46,11 @@ def problems(
         *_of_truth(truths),
         *(Problem(line, _DEPLOYMENTS) for line in unverified),
         *_of_hosts(hosts),
+        *(
+            Problem(f"`{section}` names the team {team}, and there is none: it may have another name", _TEAMS, True)
+            for section, team in named
+            if team not in {*team_names.values(), "*"}
+        ),
     ]
     return sorted(current, key=lambda problem: not problem.is_urgent)
 

@@ -3,6 +3,7 @@
 The dashboard's pages make the same filters of their own queries. No storage.
 """
 
+import re
 from calendar import monthrange
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,6 +26,12 @@ def _digits(text: Any) -> Any:
     return text
 
 
+def _day_s(value: Any) -> Any:
+    """The start of a UTC day such as 2026-11-28 in unix seconds; another value is as it was."""
+    is_day = isinstance(value, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", value, re.ASCII)
+    return datetime.fromisoformat(f"{value}T00:00Z").timestamp() if is_day else value
+
+
 def id_of(value: Any) -> int | None:
     """The id that a request names, as a number or in digits; None where no id can be like that."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 11:
@@ -42,7 +49,11 @@ ROUTES_CURSOR = r"^([0-9]{1,19}-[0-9]{1,19})?$"  # an entry of a Redis stream; 2
 Whole = BeforeValidator(_digits)
 Id = Annotated[int, Field(ge=0, le=2**31 - 1), Whole]
 Limit = Annotated[int, Field(ge=1, le=500), Whole]
-Moment = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False, description="unix seconds")]
+Moment = Annotated[
+    float,
+    Field(ge=0, le=1e11, allow_inf_nan=False, description="unix seconds, or the start of a UTC day: 2026-11-28"),
+    BeforeValidator(_day_s),
+]
 Label = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f]*$")]
 # the views check these, with better words
 RoutesCursor = Annotated[str, Field(json_schema_extra={"pattern": ROUTES_CURSOR}, description="of an earlier page")]
@@ -119,8 +130,8 @@ def days_of(query: Mapping[str, str]) -> dict[str, Any]:
     """`from_s` and `until_s` of the days `from` and `until` of a page's query, both included; what is no ISO date says nothing."""
     moments: dict[str, Any] = {}
     for name, more_s in (("from", 0), ("until", DAY_S)):
-        with suppress(ValueError):
-            moments[f"{name}_s"] = datetime.fromisoformat(f"{query.get(name, '')[:10]}T00:00Z").timestamp() + more_s
+        with suppress(ValueError, TypeError):
+            moments[f"{name}_s"] = _day_s(query.get(name)) + more_s
     return moments
 
 

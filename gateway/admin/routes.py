@@ -2,8 +2,8 @@
 
 Each route needs the admin key or a session of the dashboard, and a role that may do its operation; it
 answers errors in OpenAI's shape.
-`admin_routes` makes the whole admin plane, pages included. The operations are in the modules beside
-this one. Read `views.py` next.
+`api_routes` makes it; `page_routes` of `pages` makes the dashboard. The operations are in the modules
+beside this one. Read `views.py` next.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.security import APIKeyCookie, HTTPBearer
 from starlette.routing import BaseRoute
 
+from gateway.accounts.ledger import COLUMNS
 from gateway.accounts.parquet import ParquetFile
 from gateway.admin import (
     budgets,
@@ -34,8 +35,7 @@ from gateway.admin import (
     views,
 )
 from gateway.admin.guard import COOKIE, NEEDS, ApiRoute, Endpoint, check_query
-from gateway.admin.pages import page_routes
-from gateway.admin.parts import AdminParts, WorkerParts
+from gateway.admin.parts import WorkerParts
 from gateway.admin.queries import LedgerRows, Moment
 from gateway.admin.roles import OF, allow
 from gateway.wire.errors import Unauthenticated
@@ -57,14 +57,14 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _SECURITY = (HTTPBearer(scheme_name="adminKey", auto_error=False), APIKeyCookie(name=COOKIE, auto_error=False))
 
 
-def admin_routes(parts: AdminParts) -> list[BaseRoute]:
-    """All routes under /admin.
+def api_routes() -> list[BaseRoute]:
+    """All routes under /admin/api; they find their parts in the state of the application that they serve.
 
     A list, as a router that is included builds each of its routes once more.
     """
 
     async def enter(request: Request) -> None:
-        principal = await parts.guard.enter(request)
+        principal = await request.app.state.parts.guard.enter(request)
         if principal is None:
             raise Unauthenticated(NEEDS[Endpoint.ADMIN_API])
         await allow(request, principal, request.scope["route"].name)
@@ -89,7 +89,7 @@ def admin_routes(parts: AdminParts) -> list[BaseRoute]:
     unknown = {route.name for route in api.routes if isinstance(route, ApiRoute)} - OF.keys()
     if unknown:
         raise LookupError(f"no row of the table of roles has {', '.join(sorted(unknown))}")
-    return [*api.routes, *page_routes(parts)]
+    return list(api.routes)
 
 
 def _no_store(response: Response) -> None:
@@ -129,7 +129,7 @@ def _add_history(api: APIRouter) -> None:
     api.get("/ledger")(views.ledger)
     api.get("/ledger/sums")(views.ledger_sums)
     _add_files(api, "/savings", "savings", _savings, "All lines of savings that match, by day and team", _SAVINGS)
-    _add_files(api, "/ledger", "ledger", _ledger, "All rows of the ledger that match", _COLUMNS)
+    _add_files(api, "/ledger", "ledger", _ledger, "All rows of the ledger that match", (*COLUMNS, "team", "key"))
     _add_files(api, "/ledger/sums", "ledger_sums", _sums, "The sums of the ledger that match, up to `limit`", _SUMS)
 
 
@@ -217,13 +217,6 @@ async def _savings(parts: WorkerParts, where: savings_views.Saved) -> _Rows:
 
 _SAVINGS = ("day", "team_id", "team", "line", "requests", "amount_microusd")
 _SUMS = tuple(models.LedgerSumOut.model_fields)
-_COLUMNS = (
-    "id", "at_ms", "request_id", "team_id", "team", "key_id", "key", "alias", "deployment",
-    "prompt_tokens", "cached_tokens", "completion_tokens", "cost_microusd", "usage_estimated", "cache_write_tokens",
-    "cache_write_1h_tokens", "audio_prompt_tokens", "image_prompt_tokens", "reasoning_tokens",
-    "audio_completion_tokens", "image_completion_tokens", "tool_calls", "baseline_microusd", "prefix_read_microusd",
-    "prefix_write_microusd", "mechanism", "provider_cost_microusd", "user", "tags", "kind",
-)  # fmt: skip
 
 
 async def _csv(rows: _Rows, columns: Sequence[str]) -> AsyncIterator[str]:

@@ -67,11 +67,11 @@ async def import_answers(
     teams = {team.id: team for team in await parts.accounts.list_teams()}
     if team_id is not None and team_id not in teams:
         raise NotFound(f"There is no team {team_id}", param="team_id", code="not_found")
+    # first: a client that leaves, or a worker that is killed, has stored a part
+    await parts.audit.add(parts.audit_row(CACHE_IMPORTED, "answers", operator, team_id or 0))
     importing = _Import(parts, teams, team_id)
     async for lines in _lines(request):
         await importing.take(lines)
-    row = parts.audit_row(CACHE_IMPORTED, f"{importing.counts['stored']} answers", operator, team_id or 0)
-    await parts.audit.add(row)
     _log.info("cache_imported", lines=importing.read, **importing.counts)
     return models.ImportOut(lines=importing.read, **importing.counts, problems=importing.problems)
 
@@ -127,9 +127,9 @@ class _Import:
         """The entry of a line, and the key of its words. Raises ApiError, ValueError."""
         if line.entry is not None:
             entry = _read_entry(base64.b64decode(line.entry, validate=True))
-            if entry.partition not in self._owners:
+            if (owner := self._owners.get(entry.partition)) is None:
                 raise ValueError("made with another secret, or for a team that is not here: its digests fit no request")
-            return entry, None
+            return _kept(entry, self._teams[owner]), None
         team = self._teams.get(self._team_id if line.team_id is None else line.team_id)  # type: ignore[arg-type]
         if team is None:
             raise ValueError("no such team: expected `team_id` in the line or the query")
@@ -167,7 +167,14 @@ class _Import:
             namespace=controls.namespace,
             labels=labels,
         )
-        return entry, None if text is None else words_key(print_.words, text)
+        return _kept(entry, team), None if text is None else words_key(print_.words, text)
+
+
+def _kept(entry: Entry, team: Team) -> Entry:
+    """`entry` for as long as its team keeps answers. Raises ValueError for one that keeps none."""
+    if team.store_s_max == 0:
+        raise ValueError("nothing of this team's is kept here, by its `store_s_max` of 0")
+    return msgspec.structs.replace(entry, ttl_s=float(team.kept_s(int(entry.ttl_s))))
 
 
 def _whole(line: _ImportLine, model: str, id: str) -> bytes:

@@ -196,12 +196,12 @@ async def ledger_sums(
 ) -> models.LedgerSumsOut:
     """Sums of whole UTC days, with hits, by team, key, user, model, deployment, tag, region, session and day, those
     that cost most first. Users, tags and regions go with teams and days alone; the values of one tag are those of
-    `tag`, without which `by=tag` gives their names; sessions are those of the last 8 days, without hits."""
+    `tag`, without which `by=tag` gives their names; sessions are those of the last 8 days."""
     groups = [GROUPS[name] for name in dict.fromkeys(by.split(",") if by else ())]
     where = replace(where, user=user, tag=tag, tag_value=tag_value)
     totals = await parts.ledger.totals(groups, where, limit + 1)
     teams = {team.id: team.name for team in await parts.accounts.list_teams()}
-    keys = {key.id: key.name for key in await parts.accounts.list_keys()}
+    keys = {key.id: key for key in await parts.accounts.list_keys()}
 
     def shown(value: str | None) -> str | None:
         return value if value is None else "" if value == OTHER else value.removeprefix("=")
@@ -210,14 +210,17 @@ async def ledger_sums(
         {
             **msgspec.structs.asdict(total.usage),
             **msgspec.structs.asdict(total),
-            "team": teams.get(total.team_id) if total.team_id is not None else None,
-            "key": keys.get(total.key_id) if total.key_id is not None else None,
+            "team_id": team_id,
+            "team": None if team_id is None else teams.get(team_id),
+            "key": key and key.name,
             "model": total.alias,
             "user": shown(total.user),
             "tag": shown(total.tag),
             "is_other": OTHER in (total.user, total.tag),
         }
         for total in totals[:limit]
+        for key in [None if total.key_id is None else keys.get(total.key_id)]
+        for team_id in [key.team_id if key is not None else total.team_id]
     ]
     return models.LedgerSumsOut.model_validate({"sums": sums, "has_more": len(totals) > limit})
 
@@ -317,6 +320,8 @@ async def hosts(parts: WorkerParts) -> models.HostsOut:
 async def status(parts: WorkerParts) -> models.StatusOut:
     """Every part's health, and what deserves a look."""
     healths, live = parts.healths(), await budgets.budgets(parts, is_paced=False)
+    named = [("mask", team) for team in parts.settings.mask.teams]
+    named += [(f"guards.{name}", team) for name, guard in parts.settings.guards.items() for team in guard.teams]
     summary = await or_none(parts.stats.query(StatsWindow.HOUR))
     names = {team.id: team.name for team in await parts.accounts.list_teams()}
     return models.StatusOut(
@@ -333,6 +338,7 @@ async def status(parts: WorkerParts) -> models.StatusOut:
             unverified=[verifier.line for verifier in assigned(parts.settings) if not verifier.deployment],
             refused=parts.configuration.refused,
             hosts=await or_none(parts.hosts.all()) or (),
+            named=named,
         ),
     )
 

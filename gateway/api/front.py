@@ -6,6 +6,7 @@ not the work of endpoints. Invariant: errors under `/v1` have OpenAI's shape, or
 provider whose API the endpoint speaks.
 """
 
+import ipaddress
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
@@ -228,15 +229,21 @@ class BelowPath(ProxyHeadersMiddleware):
     """ASGI middleware: what proxies in front say, and the sub-path below which they show all of this.
 
     The sub-path is `public_path`, or the `X-Forwarded-Prefix` of a trusted proxy, which may have cut
-    it off or not. Own redirects, and the cookies of `/admin`, get it.
+    it off or not. Own redirects, and the cookies of `/admin`, get it. The settings are those of `state`,
+    which a reload changes.
     """
 
-    def __init__(self, app: Any, trusted_hosts: list[str], public_path: str) -> None:
-        super().__init__(app, trusted_hosts)
-        self._public_path = public_path
+    def __init__(self, app: Any, state: Any) -> None:
+        super().__init__(app, [])
+        self._state = state
+        self._proxies: list[str] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        prefix = self._public_path if scope["type"] == "http" else ""
+        settings = self._state.settings
+        if settings.trusted_proxies is not self._proxies:
+            self._proxies = settings.trusted_proxies
+            super().__init__(self.app, _as_seen(self._proxies))
+        prefix = settings.public_path if scope["type"] == "http" else ""
         if scope["type"] == "http" and (scope.get("client") or ("",))[0] in self.trusted_hosts:
             prefix = headers_of(scope).get("x-forwarded-prefix", prefix).rstrip("/")
         if prefix and PUBLIC_PATH.fullmatch(prefix):
@@ -248,6 +255,13 @@ class BelowPath(ProxyHeadersMiddleware):
                 scope["root_path"] = prefix
             send = _below(send, prefix.encode())
         await super().__call__(scope, receive, send)
+
+
+def _as_seen(networks: list[str]) -> list[str]:
+    """The networks, with each IPv4 network also as an IPv6 socket shows it (::ffff:...)."""
+    parsed = [ipaddress.ip_network(network) for network in networks]
+    mapped = [f"::ffff:{one.network_address}/{96 + one.prefixlen}" for one in parsed if one.version == 4]
+    return [*map(str, parsed), *mapped]
 
 
 PUBLIC_PATH = re.compile(r"(?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]{0,99}){1,10}")

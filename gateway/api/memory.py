@@ -67,7 +67,7 @@ class Memory:
 
     async def converse(self, identity: Identity, metadata: Mapping[str, str], items: Sequence[Item]) -> Conversation:
         """Create a conversation that begins with `items`. Raises Forbidden."""
-        self._check_allowed(identity.team)
+        self.check_allowed(identity.team)
         at_s = self._store.clock()
         id = f"conv_{new_id(at_s).removeprefix('req_')}"
         made = Conversation(id, identity.team.id, identity.key.id, at_s, metadata)
@@ -85,7 +85,7 @@ class Memory:
         """Add items to a conversation; returns them as listed. Raises Forbidden, NotFound,
         ConversationLocked.
         """
-        self._check_allowed(team)
+        self.check_allowed(team)
         named_items = self.named(items)
         if not await self.conversations.add(team.id, id, _encoded(named_items)):
             raise await self._locked(team, id)
@@ -106,10 +106,11 @@ class Memory:
         digits = new_id(self._store.clock()).removeprefix("req_")
         return [_kept(item, digits, number, is_new=True) for number, item in enumerate(items)]
 
-    def _check_allowed(self, team: Team) -> None:
+    def check_allowed(self, team: Team) -> None:
+        """Refuse what would be kept. Raises Forbidden."""
         if not self.is_kept(None, team):
             raise Forbidden(
-                "Conversations are not kept here for this team: send the whole dialogue as `input`",
+                "Nothing is kept here for this team: send the whole dialogue with each request",
                 code="storing_is_off",
             )
 
@@ -119,7 +120,7 @@ class Memory:
 
         Raises NotFound, BadRequest, Forbidden, ConversationLocked.
         """
-        self._check_allowed(team)
+        self.check_allowed(team)
         await self.conversation(team, id)
         if request_id and not await self.conversations.lock(team.id, id, request_id):
             raise await self._locked(team, id)

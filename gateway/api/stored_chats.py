@@ -111,9 +111,9 @@ class StoredChats(ObjectEndpoint):
     operation = "stored_chats"
     path = "/v1/chat/completions"
 
-    def __init__(self, pipeline: Pipeline, store: ResponseStore) -> None:
+    def __init__(self, pipeline: Pipeline, memory: Memory, store: ResponseStore) -> None:
         super().__init__(pipeline)
-        self._store = store
+        self._memory, self._store = memory, store
 
     async def answer(self, call: Call) -> Any:
         team_id, id = call.identity.team.id, call.object_id
@@ -125,6 +125,7 @@ class StoredChats(ObjectEndpoint):
         match call.method, call.action:
             case "POST", _:
                 metadata = convert((await self.body(call))[1], MetadataRequest).metadata or {}
+                self._memory.check_allowed(call.identity.team)
                 body = msgspec.json.encode(msgspec.json.decode(row.body) | {"metadata": metadata})
                 await self._store.rewrite(row, body)
                 return msgspec.Raw(body)

@@ -113,6 +113,7 @@ class ConversationsEndpoint(ObjectEndpoint):
                 return _shown(conversation)
             case "POST", "":
                 metadata = (await self._read(call, MetadataRequest)).metadata or {}
+                self._memory.check_allowed(team)
                 await conversations.change(team.id, id, metadata)
                 return _shown(replace(conversation, metadata=metadata))
             case "DELETE", "":

@@ -9,7 +9,7 @@ and never the provider's key.
 
 import email.utils
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -217,6 +217,24 @@ def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
         if seconds == seconds:  # not NaN
             return min(max(0.0, seconds), RETRY_AFTER_MAX_S)
     return None
+
+
+_TEXT_CHARS_MIN, _QUOTE_CHARS = 8, 24
+_STATUS = re.compile(r"HTTP \d+ ?|")
+_ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))")  # in JSON
+
+
+def without_quotes(said: str, texts: Iterable[str]) -> str:
+    """What a server said of a request, or only its status where that has one of the request's `texts`, or a part."""
+    plain = said
+    for _ in range(2):  # an error is often JSON in JSON
+        plain = _ESCAPED.sub(lambda c: chr(int(c[1], 16)) if c[1] else " " if c[2].isalpha() else c[2], plain)
+    plain = " ".join(plain.split())
+    parts = [plain[at : at + _QUOTE_CHARS] for at in range(0, len(plain) - _QUOTE_CHARS + 1, _QUOTE_CHARS // 2)]
+    for text in [" ".join(text.split()) for text in texts]:
+        if (len(text) >= _TEXT_CHARS_MIN and text in plain) or any(part in text for part in parts):
+            return f"{_STATUS.match(said)[0]}in words of the request"  # type: ignore[index]  # it matches anything
+    return said
 
 
 _LIMIT = re.compile(r"(?:anthropic-|x-)?ratelimit-[a-z0-9-]{1,60}")

@@ -52,9 +52,9 @@ _CONTENT = re.compile(r"file-[0-9a-f]{32}")
 _OWN = re.compile(r"(?:[0-9]+/)?(?:file-|batch_)[0-9a-f]{32}")  # with all its parts
 MARKER = ".installation"
 _LOOK_EVERY_S = 10.0
-_DAY_S = 86_400
+DAY_S = 86_400
 _FORM_BYTES_MAX = 64 << 10  # of an upload around its file
-EXPIRES_S = (3_600, 30 * _DAY_S)
+EXPIRES_S = (3_600, 30 * DAY_S)
 
 _log = get_logger()
 _files, _batches = schema.files, schema.batches
@@ -169,7 +169,7 @@ class Upload:
             await asyncio.to_thread(self._file.seal)
         except OSError as error:
             raise storage_error(error) from None
-        kept_s = expires_after_s or self._files.settings.kept_days * _DAY_S
+        kept_s = expires_after_s or self._files.settings.kept_days * DAY_S
         return File(
             id=self.id,
             team_id=self._team_id,
@@ -439,7 +439,7 @@ def check_purpose(purpose: str) -> str:
 
 def kept_s_of(team: Team, settings: BatchSettings, expires_after_s: int | None = None) -> int:
     """The seconds that a file of `team` is kept. Raises Forbidden where it keeps none."""
-    kept_s = team.kept_s(expires_after_s or settings.kept_days * _DAY_S)
+    kept_s = team.kept_s(expires_after_s or settings.kept_days * DAY_S)
     if not kept_s:
         raise Forbidden(
             "Nothing of this team's is kept here, by its `store_s_max` of 0: send the requests one by one",

@@ -25,7 +25,7 @@ from gateway.accounts import Identity
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.holdings import OverQuota
 from gateway.batches.batches import LEASE_S, Batch, Batches, BatchLease
-from gateway.batches.files import OUTPUT, Files, key_of, new_object_id
+from gateway.batches.files import DAY_S, OUTPUT, Files, key_of, new_object_id
 from gateway.batches.lines import (
     CANCELLED,
     EXPIRED,
@@ -296,6 +296,8 @@ class BatchRunner:
         chunks, key = await self.batches.chunks(work), key_of(batch.team_id, batch.id)
         uploads = [await self.files.begin(batch.team_id, is_own=True) for _ in range(2)]
         files, is_over = [], False
+        team = await self.accounts.team(batch.team_id)  # whose rule may have changed since
+        kept_s = team.kept_s(batch.output_kept_s or self.files.settings.kept_days * DAY_S)
         try:
             counts = await asyncio.to_thread(assemble, self.files.contents, key, chunks, *uploads)
             lacking = [chunk.number for chunk in chunks if sum(counts[chunk.number]) != chunk.lines]
@@ -309,12 +311,12 @@ class BatchRunner:
             totals = sum(ok for ok, _ in counts.values()), sum(bad for _, bad in counts.values())
             for upload, kind in zip(uploads, ("output", "error"), strict=True):
                 name = f"{batch.id}_{kind}.jsonl"
-                files.append(await upload.sealed(OUTPUT, name, batch.output_kept_s) if upload.bytes else None)
+                files.append(await upload.sealed(OUTPUT, name, kept_s) if upload.bytes and kept_s else None)
             is_expired = self.batches.clock() >= batch.expires_at_s
             is_over = await self.batches.end(work, totals, is_expired=is_expired, output=files[0], errors=files[1])
         finally:
             for upload in uploads:
-                if not (is_over and upload.bytes):
+                if not (is_over and upload.bytes and kept_s):
                     await upload.drop()
         if is_over:
             await asyncio.to_thread(self.files.unlink, [key])

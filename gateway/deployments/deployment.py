@@ -355,7 +355,7 @@ class Deployment(Facts):
                 self.health.cancelled(asker)
             case base.BackendDenied(mark=base.Mark() as mark):
                 if self.health.resting(asker)[1] != "denied":
-                    _log.warning("deployment_denied", deployment=self.name, mark=mark.value, reason=error.detail)
+                    _log.warning("deployment_denied", deployment=self.name, mark=mark.value, status=error.status)
                 self.health.failed(asker, denial=f"{mark} (HTTP {error.status})")
             case base.BackendDenied() | base.BackendRejected() | base.BackendNotAsked():
                 self.health.cancelled(asker)

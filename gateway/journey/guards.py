@@ -17,7 +17,6 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from cache import Entry
 from gateway.accounts import Identity
 from gateway.accounts.row import VERIFY
 from gateway.accounts.teams import Team
@@ -26,7 +25,7 @@ from gateway.deployments.deployment import Deployment
 from gateway.journey.flight import Flight
 from gateway.journey.outcomes import Looked
 from gateway.journey.record import GuardCall, Record
-from gateway.journey.storing import chunks_of, recorded
+from gateway.journey.storing import chunks_of, rerecorded
 from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
 from gateway.settings import GuardSettings, Settings
@@ -36,7 +35,7 @@ from gateway.wire.chunks import read
 from gateway.wire.errors import ApiError, GuardRefused, Unavailable, shown
 from gateway.wire.fold import fold
 from gateway.wire.sse import events_in
-from gateway.wire.texts import swapped, texts_in
+from gateway.wire.texts import drop_logprobs, swapped, texts_in
 from gateway.wire.types import RESPONSE, Chunk
 from policies import Demand
 
@@ -163,10 +162,12 @@ class Guards:
             turn = replace(turn, controls=controls, demand=replace(turn.demand, residency=team.residency))
         is_seen = turn.is_guarded or turn.arrival.operation == VERIFY  # a question has texts that were seen
         for hook in [] if is_seen else self._of(alias, team):
-            native = None if turn.native is None else msgspec.json.decode(turn.native.raw)
-            swap = await self._look(hook, turn, identity, alias, texts_in(turn.body) | texts_in(native))
+            given = turn.native
+            native = given and [msgspec.json.decode(given.raw), given.apart]
+            forms = [turn.body, turn.marked, turn.labels.metadata, native]
+            swap = await self._look(hook, turn, identity, alias, texts_in(forms))
             if swap:
-                turn = _with_texts(turn, native, swap)
+                turn = _with_texts(turn, swapped(forms, swap), swap)
         return replace(turn, is_guarded=True)
 
     def admitted(self, turn: Turn, team: Team) -> Turn:
@@ -188,7 +189,7 @@ class Guards:
         if chunks is not None:
             flight.chunks = chunks
             if generation.looked.entry is not None:
-                generation.looked = replace(generation.looked, entry=_recording(generation.looked.entry, chunks))
+                generation.looked = replace(generation.looked, entry=rerecorded(generation.looked.entry, chunks))
         flight.first_at = time.perf_counter()
 
     async def vet_hit(self, turn: Turn, identity: Identity, alias: Alias, looked: Looked) -> Looked:
@@ -196,7 +197,7 @@ class Guards:
         if looked.entry is None or not self.hold(turn, identity, alias):
             return looked
         chunks = await self._vetted(chunks_of(looked.entry), turn, identity, alias)
-        return looked if chunks is None else replace(looked, entry=_recording(looked.entry, chunks))
+        return looked if chunks is None else replace(looked, entry=rerecorded(looked.entry, chunks))
 
     async def _vetted(
         self, chunks: Sequence[Chunk], turn: Turn, identity: Identity, alias: Alias
@@ -206,6 +207,7 @@ class Guards:
         answer = msgspec.json.decode((events_in(data) or [data])[-1] if turn.kind is RESPONSE else data)
         if turn.kind is RESPONSE:
             answer = answer.get("response", answer)
+        drop_logprobs(answer)
         is_other = False
         for hook in self._of(alias, identity.team, is_after=True):
             swap = await self._look(hook, turn, identity, alias, texts_in(answer), is_after=True)
@@ -213,8 +215,6 @@ class Guards:
                 answer, is_other = swapped(answer, swap), True
         if not is_other:
             return None
-        for choice in answer.get("choices") or ():
-            choice["logprobs"] = None  # they spell the text that was replaced
         whole = msgspec.json.encode(answer)
         if turn.kind is RESPONSE:
             return [Chunk(whole, is_whole=True, has_content=True, media=chunks[0].media)]
@@ -280,21 +280,17 @@ def _guards_of(settings: Settings, alias: Alias, team: Team, *, is_after: bool =
     return sorted(names, key=lambda name: name != first)
 
 
-def _with_texts(turn: Turn, native: Any, swap: dict[str, str]) -> Turn:
-    """`turn` with other texts, in each form that it has."""
+def _with_texts(turn: Turn, forms: list[Any], swap: dict[str, str]) -> Turn:
+    """`turn` with other texts, in each of its forms, which have them already."""
     longer = sum([max(0, len(new.encode()) - len(old.encode())) for old, new in swap.items()])
     tokens_max = turn.demand.prompt_tokens_max + longer if turn.demand.prompt_tokens_max else 0
-    turn = replace(turn, body=swapped(turn.body, swap), demand=replace(turn.demand, prompt_tokens_max=tokens_max))
-    if turn.marked is not None:
-        turn = replace(turn, marked=swapped(turn.marked, swap))
-    if turn.native is None:
-        return turn
-    raw, apart = msgspec.json.encode(swapped(native, swap)), swapped(turn.native.apart, swap)
-    return replace(turn, native=replace(turn.native, raw=raw, apart=apart))
-
-
-def _recording(entry: Entry, chunks: Sequence[Chunk]) -> Entry:
-    """`entry` with another answer, to be sent in its place; it is stored nowhere."""
-    pieces, labels = recorded(chunks)
-    kept = {name: label for name, label in entry.labels.items() if name != "native_at"}
-    return replace(entry, chunks=pieces, labels={**kept, **labels})
+    body, marked, metadata, native = forms
+    given = turn.native
+    return replace(
+        turn,
+        body=body,
+        marked=marked,
+        labels=replace(turn.labels, metadata=metadata),
+        native=given and replace(given, raw=msgspec.json.encode(native[0]), apart=native[1]),
+        demand=replace(turn.demand, prompt_tokens_max=tokens_max),
+    )

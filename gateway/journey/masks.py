@@ -21,11 +21,12 @@ from gateway.journey.storing import chunks_of
 from gateway.journey.turn import NO_LABELS, Ended, Labels, Turn
 from gateway.loggers import get_logger
 from gateway.masking.answers import Restorer
-from gateway.masking.vault import Vault, masked_value, texts_of
+from gateway.masking.vault import Vault, masked_value
 from gateway.settings import MaskSettings, Settings
 from gateway.wire.chunks import UNREADABLE, decoded
 from gateway.wire.errors import ApiError
 from gateway.wire.fold import fold
+from gateway.wire.texts import texts_in
 from gateway.wire.types import Chunk
 
 _LABELS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
@@ -61,7 +62,9 @@ class Masks:
             self._made_of, self._finder = made_of, await asyncio.to_thread(_finder_of, made_of)
         finder = self._finder
         native = None if turn.native is None else decoded(turn.native.raw)
-        text = "\0".join(texts_of([turn.body, turn.marked, native, msgspec.structs.astuple(turn.labels)]))
+        headers = turn.arrival.trace.headers if turn.arrival.trace is not None else ()
+        sent = *msgspec.structs.astuple(turn.labels), *(value for _, value in headers)
+        text = "\0".join(texts_in([turn.body, turn.marked, native, *sent]))
         is_short = len(text) <= _ON_LOOP_CHARS_MAX
         if not (finder.has_any(text) if is_short else await asyncio.to_thread(finder.has_any, text)):
             return turn
@@ -137,6 +140,13 @@ def _applied(turn: Turn, native: Any, key: bytes, vault: Vault) -> Turn:
     if turn.native is not None:
         raw = msgspec.json.encode(body_of(native))
         masked = replace(masked, native=replace(turn.native, raw=raw, apart=masked_value(turn.native.apart, vault)))
+    for part in turn.upload.files if turn.upload is not None else ():
+        part.name, part.filename = vault.masked(part.name), part.filename and vault.masked(part.filename)
+    if (trace := turn.arrival.trace) is not None:  # baggage, in which no placeholder fits
+        headers = tuple(
+            [(name, value) for name, value in trace.headers if name == "traceparent" or labelled(value) == value]
+        )
+        masked = replace(masked, arrival=replace(turn.arrival, trace=replace(trace, headers=headers)))
     return replace(masked, vault=vault) if len(vault) else masked
 
 
@@ -173,6 +183,6 @@ class MaskedReader(Reader, eq=False, kw_only=True):
 def odd_placeholders(vault: Vault, chunks: Sequence[Chunk]) -> tuple[int, int]:
     """How many placeholders of an answer came back changed, and how many its request did not have."""
     try:
-        return vault.odd("\n".join(texts_of(decoded(fold(chunks)))))
+        return vault.odd("\n".join(texts_in(decoded(fold(chunks)))))
     except UNREADABLE:  # events as the provider sent them
         return 0, 0

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from cache import Entry, Fingerprint
 from gateway.accounts import Identity
+from gateway.backends.refusals import without_quotes
 from gateway.journey.flight import Flight, Reply
 from gateway.journey.generation import Generation
 from gateway.journey.loops import LOOPS
@@ -20,6 +22,7 @@ from gateway.journey.storing import MAKER, chunks_of, deployment_of, kept
 from gateway.journey.trace import maker_of
 from gateway.journey.turn import Arrival, Ended, Turn
 from gateway.wire.errors import ApiError, shown
+from gateway.wire.texts import texts_in
 from gateway.wire.types import Chunk
 from policies import Usage
 
@@ -89,14 +92,29 @@ def record_of(
         record = Record(request, ended, *_of_reply(reply, duration_ms))
     else:
         record = Record(request, ended, CacheFacts(source), times=Times(None, duration_ms))
+    if identity is not None and identity.team.store_s_max is not None:  # the latest requests stay for longer
+        record = replace(record, cache=replace(record.cache, nearest="", question=""))
     if turn is None:
         return record
+    record = _without_quotes(record, turn)
     received_ms = (turn.started - time.perf_counter() + time.time() - arrival.at_s) * 1000.0
     return (
         replace(record, times=replace(record.times, received_ms=round(received_ms, 3)))
         if received_ms >= 1.0
         else record
     )
+
+
+def _without_quotes(record: Record, turn: Turn) -> Record:
+    """`record` without what servers said in the request's own words: records have no texts."""
+    attempts, ended = record.answer.attempts, record.ended
+    refusal = ended.refusal if ended.error.startswith("upstream") else ""
+    if not refusal and all(attempt.verdict in ("ok", "cancelled") for attempt in attempts):
+        return record
+    texts = texts_in(turn.body) | texts_in(None if turn.native is None else msgspec.json.decode(turn.native.raw))
+    attempts = tuple([replace(attempt, outcome=without_quotes(attempt.outcome, texts)) for attempt in attempts])
+    ended = replace(ended, refusal=without_quotes(refusal, texts) or ended.refusal)
+    return replace(record, ended=ended, answer=replace(record.answer, attempts=attempts))
 
 
 def _chunks_of(flight: Flight | None, reply: Reply | None) -> Sequence[Chunk]:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -93,31 +93,24 @@ class AsksVerifier(Protocol):
         """
 
 
+@dataclass(eq=False)
 class SemanticLookup:
     """Finds answers to prompts in other words. One per worker.
 
     `clock` gives unix seconds.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        semantic: SemanticClient,
-        exact: ExactCache,
-        bounds: Bounds,
-        *,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._settings = settings
-        self._semantic = semantic
-        self._exact = exact
-        self._bounds = bounds
-        self._clock = clock
-        self._starting: asyncio.Future[None] | None = None
-        self.errors = ErrorAccount(settings.workers)
-        # by compat: the latest answer on its way to Redis
-        self._stores: dict[bytes, asyncio.Future[None]] = {}
-        self._cut: dict[bytes, None] = {}  # compats of the latest answers that a limit cut
+    _settings: Settings
+    _semantic: SemanticClient
+    _exact: ExactCache
+    _bounds: Bounds
+    clock: Callable[[], float] = time.time
+    # by compat: the latest answer on its way to Redis
+    _stores: dict[bytes, asyncio.Future[None]] = field(default_factory=dict, init=False)
+    _cut: dict[bytes, None] = field(default_factory=dict, init=False)  # compats of the latest answers that a limit cut
+
+    def __post_init__(self) -> None:
+        self.errors = ErrorAccount(self._settings.workers)
 
     def cut(self, compat: bytes) -> None:
         """An answer was not stored, because a limit cut it that is not the request's own."""
@@ -229,7 +222,7 @@ class SemanticLookup:
             similarity, trial = 1.0, Trial((entry.exact,), b"", _WORDS_P, 1.0, b"")
         else:
             similarity, trial, verifier = verified.similarity, verified.trial, verified.verifier
-            is_old = not verifier and self._clock() - verified.at > _VERIFIED_S
+            is_old = not verifier and self.clock() - verified.at > _VERIFIED_S
             if not verifier:  # the worker, whose inequality counts its own hits, does not see this one
                 trial = msgspec.structs.replace(trial, risk=1.0 - trial.p)
             has_room = self.errors.has(fingerprint.compat, trial.risk, bound.error_max)
@@ -250,7 +243,7 @@ class SemanticLookup:
             return
         trial = msgspec.structs.replace(result.trial, ranked=result.trial.ranked[:1], peers=())
         with contextlib.suppress(CacheUnavailable):  # then the cache worker decides again
-            verified = Verified(result.similarity, trial, result.error_max, self._clock(), result.verified_by)
+            verified = Verified(result.similarity, trial, result.error_max, self.clock(), result.verified_by)
             await self._exact.point(fingerprint, entry, key, verified)
             if result.asking is not None and text is not None:
                 await self._exact.store(entry.worded(fingerprint.exact, text, fingerprint.context))

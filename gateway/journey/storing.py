@@ -56,6 +56,13 @@ def recorded(chunks: Sequence[Chunk]) -> tuple[tuple[Recorded, ...], dict[str, s
     return tuple([Recorded(chunk.data, chunk.is_whole, chunk.count) for chunk in chunks]), labels
 
 
+def rerecorded(entry: Entry, chunks: Sequence[Chunk]) -> Entry:
+    """`entry` with another answer, to be sent in its place; it is stored nowhere."""
+    pieces, labels = recorded(chunks)
+    kept = {name: label for name, label in entry.labels.items() if name != "native_at"}
+    return replace(entry, chunks=pieces, labels={**kept, **labels})
+
+
 def chunks_of(entry: Entry) -> list[Chunk]:
     """The recorded chunks, as the wire's values."""
     if "native_at" in entry.labels:

@@ -8,15 +8,13 @@ the same answers, and never better.
 import contextlib
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from redis.exceptions import RedisError
 
 from cache import ExactCache, SemanticClient
 from cache.redis_link import RedisLink
-from cache.verdicts import Ruling, Source, VerdictStore
+from cache.verdicts import VerdictStore
 from gateway.accounts import Team
 from gateway.accounts.accounts import Accounts
 from gateway.deployments.fleet import Fleet
@@ -52,8 +50,7 @@ class Learning:
     truth: MeasuredErrors
     certificates: Certificates
     is_learning: bool
-    verifiers: Verifiers | None  # None while no verifier is named
-    _open_verifiers: Callable[[], Verifiers | None]
+    verifiers: Verifiers
     _requests: InternalRequests
     _spending: Spending
     _stats: Stats
@@ -64,8 +61,7 @@ class Learning:
     def connect(self, pipeline: Pipeline) -> None:
         """Send the gateway's own requests to `pipeline`: checks, and questions about its undecided lookups."""
         self._requests.connect(pipeline)
-        if self.verifiers is not None:
-            self.verifiers.connect(pipeline)
+        self.verifiers.connect(pipeline)
 
     @property
     def learn(self) -> Learn | None:
@@ -74,36 +70,30 @@ class Learning:
 
     def _recorded(self, flight: Flight, record: Record) -> None:
         self.judging.recorded(flight, record)
-        if self.verifiers is not None:
-            self.verifiers.recorded(flight.generation)
+        self.verifiers.recorded(flight.generation)
 
-    def take(self, cache: CacheSettings, pipeline: Pipeline) -> None:
+    def take(self, cache: CacheSettings) -> None:
         """Go on with other settings."""
         self.truth.judge_error, self.checks.share = cache.judge_error_max, cache.check_share
         self._spending.share, self.judging.reply_ttl_s = cache.verify_share, float(cache.feedback_ttl_s)
         self.certificates.judges = _judges(cache)
-        if self.verifiers is None and (verifiers := self._open_verifiers()) is not None:
-            self.verifiers = self.judging.fallback = verifiers
-            verifiers.connect(pipeline)
 
     async def stop(self) -> None:
         """Begin no more checks, and end the gateway's own requests, for which no client waits any more."""
         await self.checks.aclose()
         await self._requests.aclose()
-        if self.verifiers is not None:
-            await self.verifiers.aclose()
+        await self.verifiers.aclose()
 
     async def aclose(self) -> None:
         """Finish what runs; drop what waits."""
         await self.judging.aclose()
-        if self.verifiers is not None:
-            await self.verifiers.aclose()
+        await self.verifiers.aclose()
 
     async def look(self) -> None:
         """Measure, and tighten or relax bounds. Raises redis.exceptions.RedisError,
         SQLAlchemyError.
         """
-        if self.verifiers is not None:
+        if self.verifiers.is_named:
             await self._spending.read()
         teams, status = await self._accounts.list_teams(), self._semantic.status
         certificates = await self.certificates.update(teams, status.embedder if status.rule else "", status.rule)
@@ -141,11 +131,24 @@ async def open_learning(
     truth = MeasuredErrors(Bounds(settings), cache.judge_error_max)
     spending = Spending(stats, cache.verify_share)
     requests = InternalRequests()
-    open_verifiers = partial(
-        _open_verifiers, settings, fleet, accounts, exact, verdicts, requests, spending, stats, metrics
-    )
-    verifiers = open_verifiers()
     findings = Findings(stats, metrics)
+
+    def note(payer: Team, alias: str, cost_microusd: int, outcome: str) -> None:
+        metrics.add(m.VERIFIER_QUESTIONS, 1, payer.name, alias, outcome)
+        metrics.add(m.VERIFIER_COST, cost_microusd / 1e6, payer.name, alias)
+        stats.add_question(payer.id, alias, cost_microusd)
+
+    verifiers = Verifiers(
+        settings=settings,
+        fleet=fleet,
+        accounts=accounts,
+        exact=exact,
+        verdicts=verdicts,
+        requests=requests,
+        spending=spending,
+        note=note,
+        count=findings.count,
+    )
     checks = Checks(cache.check_share, requests, random.random)
     judging = Judging(
         exact=exact,
@@ -168,49 +171,12 @@ async def open_learning(
         certificates=certificates,
         is_learning=cache.is_semantic,
         verifiers=verifiers,
-        _open_verifiers=open_verifiers,
         _requests=requests,
         _spending=spending,
         _stats=stats,
         _metrics=metrics,
         _accounts=accounts,
         _semantic=semantic,
-    )
-
-
-def _open_verifiers(
-    settings: Settings,
-    fleet: Fleet,
-    accounts: Accounts,
-    exact: ExactCache,
-    verdicts: VerdictStore,
-    requests: InternalRequests,
-    spending: Spending,
-    stats: Stats,
-    metrics: Metrics,
-) -> Verifiers | None:
-    """The verifiers of this worker; None where no alias has one."""
-    if not settings.cache.is_semantic or not any(settings.verification(name).verifier for name in settings.models):
-        return None
-
-    def note(payer: Team, alias: str, cost_microusd: int, outcome: str) -> None:
-        metrics.add(m.VERIFIER_QUESTIONS, 1, payer.name, alias, outcome)
-        metrics.add(m.VERIFIER_COST, cost_microusd / 1e6, payer.name, alias)
-        stats.add_question(payer.id, alias, cost_microusd)
-
-    def count(source: Source, ruling: Ruling, judge: str) -> None:
-        metrics.add(m.VERDICTS, 1, source.value, ruling.value, judge)
-
-    return Verifiers(
-        settings,
-        fleet=fleet,
-        accounts=accounts,
-        exact=exact,
-        verdicts=verdicts,
-        requests=requests,
-        spending=spending,
-        note=note,
-        count=count,
     )
 
 

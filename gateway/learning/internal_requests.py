@@ -146,7 +146,7 @@ class InternalRequests:
                 chunks = await reply.reader.whole()
                 return _reply(reply, None if turn.kind.is_plain else fold(chunks))
         except (ApiError, TimeoutError, msgspec.DecodeError) as error:
-            _log.info("own_request_failed", reason=str(error) or type(error).__name__)
+            _log.info("own_request_failed", reason=getattr(error, "error_code", "") or type(error).__name__)
             return _reply(replies[0], None) if replies else OwnReply()
         finally:
             for reply in replies:

@@ -11,6 +11,7 @@ share of what the answers cost; without a word an answer lives as long as withou
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -38,22 +39,17 @@ class Gathered(msgspec.Struct, eq=False):
     cost_microusd: int = 0
 
 
+@dataclass(eq=False)
 class Moments:
     """The questions of one worker. `find` gives the verifier that may be asked about answers, with
     so many characters; None where none may be, or none pays. `start` carries out a question.
     """
 
-    def __init__(
-        self,
-        exact: ExactCache,
-        find: Callable[[Gathered, int], Verifier | None],
-        start: Callable[[Awaitable[None]], Any],
-    ) -> None:
-        self._exact = exact
-        self._find = find
-        self._start = start
-        self._gathered: dict[tuple[int, str], Gathered] = {}
-        self._known: dict[bytes, None] = {}  # the latest requests that were asked about
+    _exact: ExactCache
+    _find: Callable[[Gathered, int], Verifier | None]
+    _start: Callable[[Awaitable[None]], Any]
+    _gathered: dict[tuple[int, str], Gathered] = field(default_factory=dict, init=False)
+    _known: dict[bytes, None] = field(default_factory=dict, init=False)  # the latest requests that were asked about
 
     def recorded(self, generation: Generation) -> None:
         """Take the answer of a generation that is recorded, if it was stored for longer than a moment."""

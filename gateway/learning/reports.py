@@ -10,6 +10,7 @@ asks; the same verdict twice counts once.
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
@@ -50,22 +51,15 @@ class ReportOutcome(msgspec.Struct, frozen=True):
     effect: Effect
 
 
+@dataclass(eq=False)
 class Reports:
     """Takes reports on answers. `count` gets every verdict."""
 
-    def __init__(
-        self,
-        verdicts: VerdictStore,
-        exact: ExactCache,
-        stats: Stats,
-        count: Callable[[Source, Ruling, str], None],
-        flushed_s: float = _FLUSHED_S,
-    ) -> None:
-        self._verdicts = verdicts
-        self._exact = exact
-        self._stats = stats
-        self._count = count
-        self._flushed_s = flushed_s
+    _verdicts: VerdictStore
+    _exact: ExactCache
+    _stats: Stats
+    _count: Callable[[Source, Ruling, str], None]
+    flushed_s: float = _FLUSHED_S
 
     async def report(self, partition: Partition, team_id: int, id: str, is_right: bool, who: str) -> ReportOutcome:
         """Take a report on response `id` of a team: its x-request-id or, for a semantic hit, the
@@ -148,7 +142,7 @@ class Reports:
         came = arrived_at(id)
         # of another host, whose clock may be ahead
         may_be_new = came is not None and abs(time.time() - came) < _ANSWERED_S
-        for pause_s in (0.0, self._flushed_s) if may_be_new else (0.0,):
+        for pause_s in (0.0, self.flushed_s) if may_be_new else (0.0,):
             await asyncio.sleep(pause_s)
             page = await self._stats.routes(is_it, limit=1)
             if page.records:

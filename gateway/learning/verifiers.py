@@ -14,6 +14,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -88,36 +89,32 @@ class _Plan(msgspec.Struct, frozen=True, eq=False):
     is_observed: bool
 
 
+@dataclass(kw_only=True, eq=False)
 class Verifiers:
     """Asks the verifiers of one worker. `note` gets each question, `count` each verdict."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        fleet: Fleet,
-        accounts: Accounts,
-        exact: ExactCache,
-        verdicts: VerdictStore,
-        requests: InternalRequests,
-        spending: Spending,
-        note: NoteQuestion,
-        count: CountVerdict,
-    ) -> None:
-        self._settings = settings
-        self._accounts = accounts
-        self._exact = exact
-        self._verdicts = verdicts
-        self._requests = requests
-        self._spending = spending
-        self._note = note
-        self._count = count
+    settings: Settings
+    fleet: Fleet
+    accounts: Accounts
+    exact: ExactCache
+    verdicts: VerdictStore
+    requests: InternalRequests
+    spending: Spending
+    note: NoteQuestion
+    count: CountVerdict
+
+    def __post_init__(self) -> None:
         self._lookup: SemanticLookup | None = None  # of the pipeline, once it is connected
-        self.whom = Whom(fleet, random.random)
+        self.whom = Whom(self.fleet, random.random)
         self._recent = Recent()
         self._calibration = Calibration()
         self._running: set[asyncio.Task[Any]] = set()
-        self._moments = Moments(exact, self._of_moments, self._start)
+        self._moments = Moments(self.exact, self._of_moments, self._start)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether some alias has a verifier."""
+        return any(self.settings.verification(name).verifier for name in self.settings.models)
 
     def connect(self, pipeline: Pipeline) -> None:
         """Ask about the undecided lookups of `pipeline`."""
@@ -148,7 +145,7 @@ class Verifiers:
         asking = Asking(plan.askable.name)
         task = self._start(self._decide(plan, asking, generation, semantic, answers))
         if plan.is_observed:
-            question = (generation.looked.fingerprint.text or "") if self._settings.log_prompts else ""
+            question = (generation.looked.fingerprint.text or "") if self.settings.log_prompts else ""
             return replace(semantic, asking=asking, question=question)
         began, served = time.perf_counter(), None
         try:
@@ -176,7 +173,7 @@ class Verifiers:
         shown = [StoredAnswer(one.text, " " * _TYPICAL_CHARS, one.differing) for one in undecided.candidates]
         question = askable.expected(_demand(question_chars(text, shown)))
         ps = [self._p(generation, undecided, candidate) for candidate in undecided.candidates]
-        if question is None or not self._spending.allows(team.id, question.cost_microusd):
+        if question is None or not self.spending.allows(team.id, question.cost_microusd):
             return None
         if is_observed:
             return _Plan(askable, _WITHIN_S * 1000.0, is_observed=True)
@@ -184,7 +181,7 @@ class Verifiers:
         if not self._has_room(generation, semantic, least_risk):
             return None
         best = next(iter(ranking(flight).ranked), None)
-        waits_ms, ttft_ms = [float(self._settings.cache.verify_ms)], best.ttft_ms if best is not None else 0.0
+        waits_ms, ttft_ms = [float(self.settings.cache.verify_ms)], best.ttft_ms if best is not None else 0.0
         limits_ms = (flight.remaining_ms(), alias.policy.ttft_ms_max)
         waits_ms += [limit_ms - ttft_ms for limit_ms in limits_ms if limit_ms is not None]
         generated = Expense(best.cost_microusd, best.total_ms) if best is not None else None
@@ -195,7 +192,7 @@ class Verifiers:
 
     @property
     def _is_busy(self) -> bool:
-        return self._requests.generations() - len(self._running) > BUSY
+        return self.requests.generations() - len(self._running) > BUSY
 
     async def _read(self, generation: Generation, semantic: SemanticResult) -> list[tuple[Asked, Entry]]:
         """The candidates whose answers are still there and can be read, in one round trip. What a verifier
@@ -204,7 +201,7 @@ class Verifiers:
         assert semantic.undecided is not None
         fingerprint, max_age_s = generation.looked.fingerprint, generation.turn.controls.max_age_s
         candidates, now = semantic.undecided.candidates, time.time()
-        entries = await self._exact.lookup_many(
+        entries = await self.exact.lookup_many(
             fingerprint.partition, fingerprint.compat, [candidate.exact for candidate in candidates]
         )
         return [
@@ -278,14 +275,14 @@ class Verifiers:
         assert semantic.asking is not None
         assert self._lookup is not None
         self._lookup.errors.charge(fingerprint.compat, risk)
-        self._exact.use(entry)
+        self.exact.use(entry)
         return replace(
             semantic,
             entry=entry,
             similarity=candidate.similarity,
             miss_reason="",
             nearest="",
-            question=(fingerprint.text or "") if self._settings.log_prompts else "",
+            question=(fingerprint.text or "") if self.settings.log_prompts else "",
             trial=msgspec.structs.replace(candidate.trial(semantic.trial), risk=risk),
             verified_by=semantic.asking.verifier,
         )
@@ -338,10 +335,10 @@ class Verifiers:
                 wordings=(wording_id(generation.looked.fingerprint.exact), candidate.wording) if is_right else (),
             )
             ruling = Ruling.UNKNOWN if is_right is None else Ruling.SAME if is_right else Ruling.DIFFERENT
-            self._count(Source.VERIFIER, ruling, name)
+            self.count(Source.VERIFIER, ruling, name)
             id = f"{generation.turn.arrival.request_id}:{Source.VERIFIER}:{number}"
             partition = generation.looked.fingerprint.partition
-            await self._verdicts.take(partition, id, verdict, AnswerRef(candidate.exact, entry.created_at))
+            await self.verdicts.take(partition, id, verdict, AnswerRef(candidate.exact, entry.created_at))
 
     async def _examine(self, plan: _Plan, generation: Generation, answer: tuple[Asked, Entry]) -> None:
         fingerprint, exam = generation.looked.fingerprint, plan.askable.exam
@@ -371,12 +368,12 @@ class Verifiers:
         body: dict[str, Any],
     ) -> bytes | None:
         team = payer.team
-        reply = await self._requests.ask(body, payer, askable.alias, _WITHIN_S, labels)
+        reply = await self.requests.ask(body, payer, askable.alias, _WITHIN_S, labels)
         if asking is not None:
             asking.cost_microusd += reply.cost_microusd
             asking.verifier = reply.deployment or asking.verifier
-        self._spending.add(team.id, reply.cost_microusd)
-        self._note(team, alias, reply.cost_microusd, "failed" if reply.whole is None else "answered")
+        self.spending.add(team.id, reply.cost_microusd)
+        self.note(team, alias, reply.cost_microusd, "failed" if reply.whole is None else "answered")
         return reply.whole
 
     # -- after a miss
@@ -389,38 +386,38 @@ class Verifiers:
     def _verification(self, generation: Generation) -> Verification:
         of_request = generation.turn.controls.verify
         word = None if of_request is None else Verify(of_request)
-        return self._settings.verification(generation.alias.name, generation.identity.team.verify, word)
+        return self.settings.verification(generation.alias.name, generation.identity.team.verify, word)
 
     def _of_moments(self, gathered: Gathered, chars: int) -> Verifier | None:
         """Who is asked which of these answers move; None where nobody may be, or it costs too much."""
-        verification = self._settings.verification(gathered.alias.name, gathered.payer.team.verify)
+        verification = self.settings.verification(gathered.alias.name, gathered.payer.team.verify)
         askable = self.whom.to_ask(gathered.alias, verification.verifier)
         question = askable.expected(_demand(question_chars("", ()) + chars)) if askable is not None else None
         if askable is None or question is None or self._is_busy:
             return None
-        cost_max, team_id = self._settings.cache.verify_share * gathered.cost_microusd, gathered.payer.team.id
-        if question.cost_microusd > cost_max or not self._spending.allows(team_id, question.cost_microusd):
+        cost_max, team_id = self.settings.cache.verify_share * gathered.cost_microusd, gathered.payer.team.id
+        if question.cost_microusd > cost_max or not self.spending.allows(team_id, question.cost_microusd):
             return None
         return self._verifier(askable, gathered.payer, gathered.alias.name, {})
 
     def of(self, record: Record, space: bytes) -> Judge | None:
         """The judge of a request's fresh answer, in its namespace; None where no verifier is named."""
         alias = record.request.alias
-        if self._is_busy or self._settings.verification(alias).verifier is None:
+        if self._is_busy or self.settings.verification(alias).verifier is None:
             return None
         return _AfterMiss(partial(self._judge, record, space))
 
     async def _judge(self, record: Record, space: bytes, fresh: QAPair, cached: QAPair) -> Judgement:
         none = Judgement(Ruling.UNKNOWN, "", NO_ANSWER)
-        payer = await self._accounts.of_key(record.request.key_id)
+        payer = await self.accounts.of_key(record.request.key_id)
         if payer is None:
             return none
-        verification = self._settings.verification(record.request.alias, payer.team.verify)
+        verification = self.settings.verification(record.request.alias, payer.team.verify)
         alias = self.whom.alias(record.request.model or record.request.alias)
         askable = self.whom.to_ask(alias, verification.verifier) if alias is not None else None
         chars = len(fresh.prompt) + len(fresh.answer) + len(cached.answer) + question_chars("", ())
         question = askable.expected(_demand(chars)) if askable is not None else None
-        if askable is None or question is None or not self._spending.allows(payer.team.id, 2 * question.cost_microusd):
+        if askable is None or question is None or not self.spending.allows(payer.team.id, 2 * question.cost_microusd):
             return none
         labels = {name: text for name in _LABELS if (text := getattr(record.request, name))}
         verifier = self._verifier(askable, payer, record.request.alias, labels)
@@ -429,7 +426,7 @@ class Verifiers:
 
     def check(self, record: Record, risk: float, *, is_wrong: bool) -> None:
         """Take in what a check found of a hit on a verifier's word, which had this risk."""
-        verifier = self._settings.verification(record.request.alias).verifier
+        verifier = self.settings.verification(record.request.alias).verifier
         exam = self.whom.exams.get(record.verifier.verifier if verifier == AUTO else verifier or "")
         if exam is not None:
             exam.check(risk, is_wrong=is_wrong)
@@ -460,7 +457,7 @@ class Verifiers:
         """Give questions as long as a request may wait for one, and cancel the others."""
         self._moments.all_due()
         if self._running:
-            _, late = await asyncio.wait(self._running, timeout=self._settings.cache.verify_ms / 1000.0)
+            _, late = await asyncio.wait(self._running, timeout=self.settings.cache.verify_ms / 1000.0)
             for task in late:
                 task.cancel()
 

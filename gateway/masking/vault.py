@@ -9,8 +9,10 @@ values have one placeholder; numbers go by the order of appearance; nothing here
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+
+from gateway.wire.texts import walked
 
 Span = tuple[int, int, str]
 """The start, the end and the kind of a value, in characters."""
@@ -85,76 +87,11 @@ def split(text: str) -> tuple[str, str]:
     return (text[: begun.start()], text[begun.start() :]) if begun else (text, "")
 
 
-# -- the texts of a request: roles, types, ids, names of tools and models, and encoded bytes stay ----
+def masked_value(value: Any, vault: Vault) -> Any:
+    """A decoded body with placeholders. Raises RecursionError if it is too deep."""
 
-_NAMES = frozenset(
-    {"model", "role", "type", "id", "name", "tool_call_id", "tool_use_id", "call_id", "item_id", "stream"}
-)
-_NAME = re.compile(r"[A-Za-z_][\w./:-]*", re.ASCII)  # a name that is another text is a person's
-_FIELD = re.compile(r"[a-z_]+")
-_ENCODED = frozenset({"data", "file_data", "encrypted_content", "signature", "b64_json", "url", "image_url"})
-_BASE64 = re.compile(r"(?:data:[\w.+/;=-]*;base64,)?[A-Za-z0-9+/_-]{64,}={0,2}")
-_VALUES = frozenset({"arguments", "input", "const", "default", "enum", "example", "examples"})
-"""Of a call, and of a schema: a text, a number or a name in these may be a value."""
-_NUMBER_MIN = 10**6  # a shorter number there proves nothing
+    def masked(text: str, *, is_name: bool = False) -> str:
+        other = vault.masked(text)
+        return re.sub(r"<(\w+)>", r"\1", other) if is_name else other  # providers refuse a name with < and >
 
-
-def masked_value(value: Any, vault: Vault, name: str = "", *, is_content: bool = False) -> Any:
-    """`value`, the field `name`, with placeholders. In a call's arguments (`is_content`) every text and number may
-    hold a value, keys too.
-    """
-    if isinstance(value, str):
-        return _masked(value, vault, name, is_content=is_content)
-    if isinstance(value, dict):
-        inside = is_content or name in _VALUES
-        are_named = inside or name == "properties"
-        masked = {  # in one order, by which the numbers go
-            key: (
-                vault.masked(key) if are_named or not _FIELD.fullmatch(key) else key,
-                masked_value(value[key], vault, key, is_content=inside),
-            )
-            for key in sorted(value)
-        }
-        return dict(masked[key] for key in value)
-    if isinstance(value, list):
-        inside = is_content or (name in _VALUES and name != "input")  # the items of a response's input are messages
-        return [masked_value(item, vault, "" if name == "input" else name, is_content=inside) for item in value]
-    if (is_content or name in _VALUES) and type(value) is int and value > _NUMBER_MIN:
-        text = vault.masked(str(value))
-        return text if text != str(value) else value
-    return value
-
-
-def _masked(text: str, vault: Vault, name: str, *, is_content: bool) -> str:
-    if is_content:
-        return vault.masked(text)
-    if name in _NAMES:  # providers refuse a name with < and >
-        return text if _NAME.fullmatch(text) else re.sub(r"<(\w+)>", r"\1", vault.masked(text))
-    if name in _ENCODED and _BASE64.fullmatch(text):
-        return text
-    if name == "arguments" and text.lstrip()[:1] in ("{", "["):
-        try:
-            given = json.loads(text)
-        except ValueError:  # a model wrote it
-            return vault.masked(text)
-        masked = masked_value(given, vault, is_content=True)
-        return text if masked == given else json.dumps(masked, ensure_ascii=False)
-    return vault.masked(text)
-
-
-def texts_of(value: Any, name: str = "") -> Iterator[str]:
-    """The texts that may be masked, the numbers and the keys among them."""
-    values = [(value, name)]
-    while values:
-        item, name = values.pop()
-        if isinstance(item, dict):
-            for key, inner in item.items():
-                yield key
-                values.append((inner, key))
-        elif isinstance(item, list | tuple):
-            values += [(inner, name) for inner in item]
-        elif isinstance(item, str):
-            if not (name in _ENCODED and len(item) > 4096 and _BASE64.fullmatch(item)):
-                yield item
-        elif type(item) is int:
-            yield str(item)
+    return walked(value, masked)

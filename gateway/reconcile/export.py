@@ -1,7 +1,7 @@
 """Reads a provider's CSV of usage or cost, row by row, into sums by UTC day and model.
 
 Reads the columns of OpenAI's exports ("completions_usage", "cost"), of Anthropic's Console (tokens,
-cost), and of a plain CSV: date, model, tokens by kind, cost. Knows no ledger and no prices.
+cost), of OpenRouter's activity, and of a plain CSV: date, model, tokens by kind, cost. Knows no ledger and no prices.
 Invariants: memory grows with the days and models, not with the file; an ambiguous cell is refused,
 with its line and column.
 """
@@ -24,21 +24,21 @@ _USD_MAX = Decimal(10**9)
 
 # what each column is, by its name in lower case with `_` for spaces
 _COLUMNS = {
-    "date": ("date", "day", "usage_date", "usage_date_utc", "start_time_iso", "start_time"),
-    "model": ("model", "model_version", "model_name", "line_item"),
+    "date": ("date", "day", "usage_date", "usage_date_utc", "start_time_iso", "start_time", "created_at"),
+    "model": ("model", "model_version", "model_name", "line_item", "model_permaslug"),
     "requests": ("requests", "num_model_requests"),
-    "prompt": ("prompt_tokens", "input_tokens"),
+    "prompt": ("prompt_tokens", "input_tokens", "tokens_prompt"),
     "plain": ("plain_tokens", "input_tokens_no_cache", "usage_input_tokens_no_cache", "uncached_input_tokens"),
     "cached": (
         "cached_tokens", "input_cached_tokens", "cache_read_tokens", "cache_read_input_tokens",
-        "usage_input_tokens_cache_read",
+        "usage_input_tokens_cache_read", "tokens_cached",
     ),
     "written": (
         "cache_write_tokens", "cache_creation_input_tokens", "usage_input_tokens_cache_write_5m",
     ),
     "written_1h": ("cache_write_1h_tokens", "usage_input_tokens_cache_write_1h"),
-    "completion": ("completion_tokens", "output_tokens", "usage_output_tokens"),
-    "usd": ("cost", "cost_usd", "amount", "amount_usd", "amount_value"),
+    "completion": ("completion_tokens", "output_tokens", "usage_output_tokens", "tokens_completion"),
+    "usd": ("cost", "cost_usd", "amount", "amount_usd", "amount_value", "cost_total"),
     "microusd": ("cost_microusd",),
     "currency": ("currency", "amount_currency"),
     "batch": ("batch", "usage_type"),
@@ -52,7 +52,10 @@ _IGNORED = frozenset(
         "token_type", "inference_geo", "speed", "quantity", "quantity_unit", "web_search_count",
         "input_audio_tokens", "output_audio_tokens", "input_text_tokens", "output_text_tokens", "input_image_tokens",
         "output_image_tokens", "input_cached_audio_tokens", "input_cached_text_tokens", "input_cached_image_tokens",
-        "input_uncached_tokens", "reasoning_tokens",
+        "input_uncached_tokens", "reasoning_tokens", "tokens_reasoning", "generation_id", "cost_web_search", "cost_cache",
+        "cost_file_processing", "byok_usage_inference", "provider_name", "variant", "cancelled", "streamed", "user",
+        "finish_reason_raw", "finish_reason_normalized", "generation_time_ms", "time_to_first_token_ms",
+        "api_key_disabled", "app_name",
     }
 )  # fmt: skip
 _MEANINGS = {name: meaning for meaning, names in _COLUMNS.items() for name in names}
@@ -116,6 +119,8 @@ def read_export(path: Path, ignored: Sequence[str] = ()) -> Export:
         encoding = "utf-16"
     elif start.startswith(b"PK"):
         raise ExportError("the file is a spreadsheet or an archive: expected a CSV; save it as CSV (UTF-8)")
+    elif start.lstrip(b"\xef\xbb\xbf \r\n")[:1] in (b"{", b"["):
+        raise ExportError("the file is JSON: expected a CSV, as the pages of the provider's console export it")
     else:
         encoding = "utf-8-sig"
     try:
@@ -152,11 +157,14 @@ def _normal(name: str) -> str:
 
 
 def _expected() -> str:
-    return "; ".join(f"{meaning}: {' or '.join(names)}" for meaning, names in _COLUMNS.items())
+    return f"date, model, and of these what there is: {', '.join(names[0] for names in list(_COLUMNS.values())[2:])}"
 
 
 def _positions(names: Sequence[str], ignored: frozenset[str]) -> dict[str, int]:
     """The column of each meaning."""
+    for needed in ("date", "model"):
+        if not (set(names) - ignored).intersection(_COLUMNS[needed]):
+            raise ExportError(f"no column is the {needed}: expected {' or '.join(_COLUMNS[needed])}")
     unknown = [name for name in names if name not in _MEANINGS and name not in _IGNORED and name not in ignored]
     if unknown:
         shown = ", ".join(shown_text(name or "(no name)") for name in unknown[:10])
@@ -175,9 +183,6 @@ def _positions(names: Sequence[str], ignored: frozenset[str]) -> dict[str, int]:
             other = names[positions[meaning]]
             raise ExportError(f"two columns are the {meaning}: {other!r} and {name!r}; `--ignore` one of them")
         positions[meaning] = position
-    for needed in ("date", "model"):
-        if needed not in positions:
-            raise ExportError(f"no column is the {needed}: expected {' or '.join(_COLUMNS[needed])}")
     if not positions.keys() & {*_TOKENS, "usd", "microusd"}:
         raise ExportError(f"no column has tokens or costs: expected {_expected()}")
     return positions

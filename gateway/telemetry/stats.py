@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cache.stored import reader
-from gateway.accounts import HitsPart, HitsRow
+from gateway.accounts import HitsRow
 from gateway.accounts.row import CHECKING
 from gateway.journey.record import PATHS, Record, VerifierFacts, flat, of_flat
 from gateway.settings import NEAR_SIMILARITY_MIN
@@ -39,7 +39,7 @@ _ROUTES_MAX = 2_000
 _NEAR_MAX = 1_000
 _TOGETHER_MAX = 1_000  # records that are summed at once
 _LATEST_PER_FLUSH = 100  # records that a worker keeps of each half second, the newest ones
-_PARTS_MAX = 2_000  # sums of hits by key, user and tags until the ledger has them; further ones are by key
+_PARTS_MAX = 2_000  # sums of hits of a team by their labels until the ledger has them; further ones are by key
 _UNSENT_MAX = 180  # minutes kept while Redis is away; drops the oldest
 _READ_AHEAD = 200  # entries of a stream in one reply
 
@@ -63,7 +63,7 @@ _read = reader(msgspec.msgpack.Decoder(dict[str, Any]))
 
 
 _HitsLabels = tuple[int, int, str, str]
-_PartLabels = tuple[int, str, str]
+_PartLabels = tuple[int, str, str, str]
 
 
 class _Bucket(NamedTuple):
@@ -197,7 +197,7 @@ class Stats:
         # the counts by field, by the buckets that they are added to
         self._unsent = defaultdict[tuple[_Bucket, ...], Counter[str]](Counter)
         self._hours: dict[int, CheckedPeriod] = {}  # by start; past hours only
-        # by hour, team, source and alias, then by key, user and tags: the hits, those without a baseline, the baselines
+        # by hour, team, source and alias, then by key, user, tags and session: the hits, those without a baseline, the baselines
         self._hits = defaultdict[_HitsLabels, dict[_PartLabels, list[int]]](dict)
         self.certificates: dict[Pair, str] = {}  # ids of the current ones; without an entry: the first, ""
 
@@ -271,10 +271,10 @@ class Stats:
 
     def _add_hits(self, parts: dict[_PartLabels, list[int]], hits: Sequence[Record]) -> None:
         for request, money in map(_hit_of, hits):
-            labels = (request.key_id, request.user, request.tags)
+            labels = (request.key_id, request.user, request.tags, request.session)
             sums = parts.get(labels)
             if sums is None:
-                sums = parts.setdefault(labels if len(parts) < _PARTS_MAX else (request.key_id, "", ""), [0, 0, 0])
+                sums = parts.setdefault(labels if len(parts) < _PARTS_MAX else (request.key_id, "", "", ""), [0, 0, 0])
             sums[0] += 1
             sums[1] += money.is_baseline_unknown
             sums[2] += money.saved_microusd
@@ -300,24 +300,18 @@ class Stats:
                 self._count(minute_buckets, {_TRIED[verdict]: count}, "", buckets.DEPLOYMENT, name)
 
     def take_hits(self) -> list[HitsRow]:
-        """The hits since the last call, for the ledger: by hour, team, source and alias."""
+        """The hits since the last call, for the ledger."""
         self._gather()
         taken = list(self._hits.items())
         self._hits.clear()
         return [
             HitsRow(
-                id=secrets.token_hex(12),
-                at_ms=hour * 3_600_000,
-                team_id=team_id,
-                alias=alias,
-                source=source,
-                requests=sum(requests for requests, _, _ in parts.values()),
-                unknown=sum(unknown for _, unknown, _ in parts.values()),
-                baseline_microusd=sum(saved for _, _, saved in parts.values()),
-                parts=tuple([HitsPart(*labels, requests, saved) for labels, (requests, _, saved) in parts.items()]),
+                id=secrets.token_hex(12), at_ms=hour * 3_600_000, team_id=team_id, key_id=key_id, alias=alias, source=source,
+                user=user, tags=tags, session=session, requests=requests, unknown=unknown, baseline_microusd=saved,
             )
             for (hour, team_id, source, alias), parts in taken
-        ]
+            for (key_id, user, tags, session), (requests, unknown, saved) in parts.items()
+        ]  # fmt: skip
 
     def _now(self) -> tuple[_Bucket, ...]:
         """The buckets of this minute."""

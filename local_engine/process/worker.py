@@ -1,5 +1,5 @@
 """The engine in a separate process, behind a unix socket: `python -m local_engine.process.worker
---socket PATH [--model M]`.
+SOCKET '{"model": "M"}'`, with an EngineConfig as JSON.
 
 The event loop owns the socket and listens from the start, so that clients see the loading; one
 thread owns the engine (`thread`), a second serves tokenize calls, and a third compiles grammars, so
@@ -11,7 +11,6 @@ process ends when its parent does, on SIGTERM (after a short drain), and by itse
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import uvloop
 
-from ipc import IncomingCall, RpcServer, add_options, log_to_stderr, options_from
+from ipc import IncomingCall, RpcServer, log_to_stderr
 from local_engine import messages as wire
 from local_engine.apart.process import AT_ONCE
 from local_engine.config import EngineConfig, ModelError
@@ -53,17 +52,15 @@ _log = logging.getLogger("local_engine.worker")
 class EngineServer:
     """Connects clients with the engine's thread, and decides when the process ends."""
 
-    def __init__(self, config: EngineConfig, *, drain_s: float, step_s_max: float = 120.0) -> None:
-        """Running answers have `drain_s` seconds after SIGTERM.
-
-        A step counts as hung if it takes longer than `step_s_max` and than 30 times the longest
+    def __init__(self, config: EngineConfig, *, step_s_max: float = 120.0) -> None:
+        """A step counts as hung if it takes longer than `step_s_max` and than 30 times the longest
         recent step; a busy, slow machine takes less.
         """
         self._loop = asyncio.get_running_loop()
         self._thread: EngineThread[Call] = EngineThread(
             config, lambda replies: self._loop.call_soon_threadsafe(self._deliver, replies)
         )
-        self._drain_s = drain_s
+        self._drain_s = config.drain_s
         self._drains_until: float | None = None
         self._step_s_max = step_s_max
         self._server = RpcServer(wire.WIRE, state=self._state, on_call=self._take, on_cancel=self._thread.abort)
@@ -208,24 +205,20 @@ def _refuse_to_run(socket_path: Path, error: Exception) -> int:
     return os.EX_CONFIG
 
 
-async def _serve(config: EngineConfig, socket_path: Path, drain_s: float) -> int:
-    return await EngineServer(config, drain_s=drain_s).serve(socket_path)
+async def _serve(config: EngineConfig, socket_path: Path) -> int:
+    return await EngineServer(config).serve(socket_path)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="local_engine.process.worker", description=__doc__)
-    add_options(parser, EngineConfig)
-    parser.add_argument("--socket", type=Path, required=True, help="path of the unix socket to listen on")
-    parser.add_argument("--drain-s", type=float, default=2.0, help="seconds that running answers have after SIGTERM")
-    arguments = parser.parse_args()
+    socket_path, options = Path(sys.argv[1]), sys.argv[2]
     log_to_stderr(logging.INFO, "local_engine: %(message)s")
     prepare_environment()
     try:
-        config = options_from(EngineConfig, arguments)
+        config = msgspec.json.decode(options, type=EngineConfig)
     except ValueError as error:
-        return _refuse_to_run(arguments.socket, error)
-    wire.ended_path(arguments.socket).unlink(missing_ok=True)
-    return uvloop.run(_serve(config, arguments.socket, arguments.drain_s))
+        return _refuse_to_run(socket_path, error)
+    wire.ended_path(socket_path).unlink(missing_ok=True)
+    return uvloop.run(_serve(config, socket_path))
 
 
 if __name__ == "__main__":

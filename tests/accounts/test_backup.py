@@ -105,7 +105,9 @@ async def test_a_backup_of_another_version(accounts: Accounts, other: Accounts, 
     assert team.is_store_enabled
 
 
-def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Secrets, files and configuration come back beside the rows, for their owner alone; what is no backup is refused."""
     first, second, path = tmp_path / "first", tmp_path / "second", tmp_path / "all.zip"
     (first / "files" / "1").mkdir(parents=True)
@@ -136,6 +138,9 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "expected an empty data directory" in capsys.readouterr().err
     assert main(["restore", str(config), "--data-dir", str(tmp_path / "third")]) == 1
     assert "is not what `sameway backup` wrote" in capsys.readouterr().err
+    monkeypatch.setenv("SAMEWAY_DATABASE_URL", f"sqlite:///{first / 'sameway.db'}")
+    assert main(["backup", str(tmp_path / "rows.zip"), "--data-dir", str(tmp_path / "elsewhere")]) == 0
+    assert "elsewhere has none of secret, admin.key, files: name the gateway's" in capsys.readouterr().err
 
 
 def test_no_member_leads_out_of_the_data_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

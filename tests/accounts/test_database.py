@@ -46,13 +46,17 @@ async def test_the_tables_are_what_the_schema_says(accounts: Accounts) -> None:
     assert ScriptDirectory.from_config(config).get_current_head() == schema.VERSION
 
 
-@pytest.mark.parametrize("version", ["9999", "0001"])
-async def test_a_database_of_another_version_is_left_alone(accounts: Accounts, database_url: str, version: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "remedy"), [("9999", "start that later version, or restore"), ("0001", "begin with an empty database")]
+)
+async def test_a_database_of_another_version_is_left_alone(
+    accounts: Accounts, database_url: str, version: str, remedy: str
+) -> None:
     """A schema of a later release, or of a commit before the first one, stops the start with a sentence, unchanged."""
     async with accounts.database.writing() as connection:
         await connection.execute(sa.text(f"UPDATE alembic_version SET version_num = '{version}'"))
     older = Accounts(database_url)
-    with pytest.raises(SchemaUnknown, match="a later one or one before the first release: start that one"):
+    with pytest.raises(SchemaUnknown, match=f"tables are of schema {version}, .* has {schema.VERSION}: .*{remedy}"):
         await older.open()
     await older.close()
     async with accounts.database.reading() as connection:

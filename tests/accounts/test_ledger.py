@@ -246,7 +246,7 @@ async def test_savings_are_the_sum_of_rows_hits_and_corrections(ledger: Ledger) 
     ]
     hits = [
         HitsRow(
-            id=f"h{number}", at_ms=NOON_MS - number * DAY_MS, team_id=1, alias="small", source="exact", requests=5,
+            id=f"h{number}", at_ms=NOON_MS - number * DAY_MS, team_id=1, key_id=1, alias="small", source="exact", requests=5,
             unknown=number % 3, baseline_microusd=100 * number,
         )
         for number in range(9)

@@ -68,7 +68,15 @@ async def test_each_hour_is_a_file(ledger: Ledger, tmp_path: Path) -> None:
     rows = rows_of_hours()
     await ledger.append(rows)
     hit = HitsRow(
-        id="h", at_ms=START_MS + 7, team_id=1, alias="a", source="exact", requests=2, unknown=0, baseline_microusd=5
+        id="h",
+        at_ms=START_MS + 7,
+        team_id=1,
+        key_id=1,
+        alias="a",
+        source="exact",
+        requests=2,
+        unknown=0,
+        baseline_microusd=5,
     )
     await ledger.append_hits([hit])
     files = files_of(ledger, tmp_path.as_uri())

@@ -46,7 +46,15 @@ def rows_of_months() -> list[LedgerRow]:
 
 def hits_of(at_ms: int) -> HitsRow:
     return HitsRow(
-        id=f"h{at_ms}", at_ms=at_ms, team_id=1, alias="a", source="exact", requests=2, unknown=0, baseline_microusd=5
+        id=f"h{at_ms}",
+        at_ms=at_ms,
+        team_id=1,
+        key_id=1,
+        alias="a",
+        source="exact",
+        requests=2,
+        unknown=0,
+        baseline_microusd=5,
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.accounts import HitsPart, HitsRow, Invalid, LedgerRow
+from gateway.accounts import HitsRow, Invalid, LedgerRow
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.ledger import Group, Ledger, LedgerFilter
 from gateway.accounts.rollups import OTHER, SPANS, SUMS, TAG_NAMES_MAX, periods
@@ -112,21 +112,21 @@ async def test_hits_and_checks_are_summed_as_rows_are(accounts: Accounts) -> Non
     rows = [
         msgspec.structs.replace(
             base, id=f"r{number}", team_id=1, key_id=2, at_ms=NOON_MS, user="ann", tags='{"app":"web"}', cost_microusd=10,
-            region="eu", kind=("chat", "verify", "check")[number % 3],
+            region="eu", session="run-2", kind=("chat", "verify", "check")[number % 3],
         )
         for number in range(60)
     ]  # fmt: skip
     hits = [
         HitsRow(
-            id=f"h{number}", at_ms=NOON_MS + DAY_MS * (number % 2), team_id=1, alias=base.alias, source="exact", requests=3,
-            unknown=1, baseline_microusd=8,
-            parts=(HitsPart(2, "ann", '{"app":"web"}', 1, 5), HitsPart(3, f"u{number}", "", 2, 3)),
+            id=f"h{number}.{key_id}", at_ms=NOON_MS + DAY_MS * (number % 2), team_id=1, alias=base.alias, source="exact",
+            unknown=1, key_id=key_id, user=user, tags=tags, session=f"run-{key_id}", requests=requests, baseline_microusd=saved,
         )
         for number in range(40)
+        for key_id, user, tags, requests, saved in ((2, "ann", '{"app":"web"}', 1, 5), (3, f"u{number}", "", 2, 3))
     ]  # fmt: skip
     await asyncio.gather(
         *(ledger.append(rows[start : start + 30]) for start in (0, 20, 30)),
-        *(ledger.append_hits(hits[start : start + 15]) for start in (0, 10, 25)),
+        *(ledger.append_hits(hits[start : start + 30]) for start in (0, 20, 50)),
     )
     wanted = {
         Group.TEAM: {1: (60, 120, 320, 400)},
@@ -136,6 +136,7 @@ async def test_hits_and_checks_are_summed_as_rows_are(accounts: Accounts) -> Non
         Group.REGION: {"eu": (60, 0, 0, 400)},
         Group.USER: {"=ann": (60, 40, 200, 400)} | {f"=u{number}": (0, 2, 3, 0) for number in range(40)},
         Group.TAG: {"=app": (60, 40, 200, 400)},
+        Group.SESSION: {"run-2": (60, 40, 200, 400), "run-3": (0, 80, 120, 0)},
         Group.DAY: {"2026-11-21": (60, 60, 160, 400), "2026-11-22": (0, 60, 160, 0)},
     }
     for group, sums in wanted.items():

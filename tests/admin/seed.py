@@ -85,6 +85,7 @@ async def seed(world: World) -> dict[str, int]:
             id=source,
             at_ms=int((NOW_S - 86_400 * place) * 1000),
             team_id=ids["search"],
+            key_id=1,
             alias="small",
             source=source,
             requests=requests,

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from redis.asyncio import Redis
 from sqlalchemy.exc import DBAPIError, OperationalError, ProgrammingError
 
-from gateway.accounts import HitsPart, HitsRow, schema
+from gateway.accounts import HitsRow, schema
 from gateway.admin.guard import COOKIE
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Rejection
@@ -461,6 +461,14 @@ async def test_the_ledger_in_pages_and_as_csv(world: World, client: httpx.AsyncC
     assert rows[0]["at"] == "2040-05-17T12:45:00.000+00:00"
     assert {row["deployment"] for row in rows} == {"small@api", "'=cmd()"}  # no spreadsheet runs it
     assert (await client.get(f"/admin/api/ledger?until_s={NOW_S - 10}")).json()["rows"] == []
+    days = [
+        ("2040-05-17", "2040-05-18", 200, 8),
+        ("2040-05-18", "2040-05-19", 200, 0),
+        ("2040-05-32", "2040-06-01", 400, 0),
+    ]
+    for since, until, status, count in days:
+        found = await client.get(f"/admin/api/ledger?from_s={since}&until_s={until}")
+        assert (found.status_code, len(found.json().get("rows", []))) == (status, count)
 
 
 async def test_the_ledger_as_parquet(world: World, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,6 +493,11 @@ async def test_the_ledger_as_parquet(world: World, client: httpx.AsyncClient, mo
     )
     assert [{row["kind"] for row in found} for found in (rows, texts)] == [{"chat"}, {"chat"}]
     assert sorted(row["usage_estimated"] for row in rows) == [False] * 6 + [True]
+    for path in ("ledger", "ledger/sums", "savings"):  # a file has the columns of its view, in either form
+        as_text, as_table = [await client.get(f"/admin/api/{path}.{end}") for end in ("csv", "parquet")]
+        names = parquet.read_schema(io.BytesIO(as_table.content)).names
+        assert as_text.text.splitlines()[0].split(",") == names, path
+        assert {"ledger": {"session", "region"}, "ledger/sums": {"session", "hits"}}.get(path, set()) <= set(names)
     none = await client.get("/admin/api/ledger.parquet?team_id=99")
     assert parquet.read_table(io.BytesIO(none.content)).num_rows == 0
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -509,10 +522,9 @@ async def test_the_ledger_is_summed_by_user_and_tag(world: World, client: httpx.
     assert one["requests"] == 2
     [by_model] = (await client.get("/admin/api/ledger/sums?by=model,key,deployment")).json()["sums"]
     assert by_model["requests"] == 4
-    part = HitsPart(1, "ann", '{"app":"web"}', 2, 50)
     hits = HitsRow(
-        id="h", at_ms=int(NOW_S * 1000), team_id=1, alias="small", source="exact", requests=2, unknown=0,
-        baseline_microusd=50, parts=(part,),
+        id="h", at_ms=int(NOW_S * 1000), team_id=1, key_id=1, alias="small", source="exact", requests=2, unknown=0,
+        baseline_microusd=50, user="ann", tags='{"app":"web"}', session="run-1",
     )  # fmt: skip
     await world.ledger.append_hits([hits])
     [ann] = (await client.get("/admin/api/ledger/sums?by=user&user=ann")).json()["sums"]
@@ -525,7 +537,9 @@ async def test_the_ledger_is_summed_by_user_and_tag(world: World, client: httpx.
         (await client.get(f"/admin/api/ledger/sums?{query}")).json()["sums"]
         for query in ("by=session", "by=day,team,model&session=run-1")
     ]
-    assert [(run[n], own[n]) for n in ("session", "requests", "cost_microusd")] == [("run-1", None), (1, 1), (9, 9)]
+    assert [(run[n], own[n]) for n in ("session", "requests", "cost_microusd", "hits", "saved_microusd")] == [
+        ("run-1", None), (1, 1), (9, 9), (2, 2), (50, 50),
+    ]  # fmt: skip
     assert (rest["session"], rest["requests"], own["day"], own["model"]) == ("", 4, "2040-05-17", "small")
     for query in (
         "by=user,model",
@@ -673,6 +687,21 @@ async def test_only_what_is_our_fault_has_failed(
     assert [problem["message"] for problem in problems] == (
         ["100% of the last hour's requests failed (30 of 30)"] if kind == "failed" else []
     )
+
+
+async def test_a_team_that_is_masked_or_guarded_by_another_name_is_named(redis: Redis, tmp_path: Path) -> None:
+    """A name without a team would let that team's requests pass as they are: it is urgent, until the team has the name."""
+    sections: dict[str, Any] = {
+        "mask": {"teams": ["help"]},
+        "guards": {"dlp": {"url": "http://x", "teams": ["*", "help"]}},
+    }
+    async with open_world(redis, tmp_path, **sections) as world, client_of(world) as client:
+        problems = (await client.get("/admin/api/status")).json()["problems"]
+        says = "names the team help, and there is none: it may have another name"
+        assert [problem["message"] for problem in problems] == [f"`mask` {says}", f"`guards.dlp` {says}"]
+        assert all(problem["is_urgent"] for problem in problems)
+        await client.post("/admin/api/teams", json={"name": "help"})
+        assert (await client.get("/admin/api/status")).json()["problems"] == []
 
 
 async def test_a_team_that_is_mostly_turned_away_is_named(world: World, client: httpx.AsyncClient) -> None:

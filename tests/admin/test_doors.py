@@ -21,7 +21,7 @@ from cache.redis_link import RedisLink
 from gateway import app as app_module
 from gateway.admin.guard import COOKIE, Guard
 from gateway.admin.guesses import Guesses, network_of
-from gateway.app import create_app
+from gateway.app import create_app, served
 from gateway.settings import Settings
 from tests.admin.world import World, open_world
 from tests.e2e.worker import keep_collector
@@ -62,7 +62,7 @@ async def visiting(
     app: FastAPI, address: str = "192.0.2.1", url: str = "http://gateway.test", **options: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client at `address`."""
-    transport = httpx.ASGITransport(app, client=(address, 4_711))
+    transport = httpx.ASGITransport(served(app), client=(address, 4_711))
     async with httpx.AsyncClient(transport=transport, base_url=url, **options) as client:
         yield client
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from gateway.accounts import HitsRow
 from gateway.accounts.conversations import Conversation
 from gateway.accounts.holdings import ROW_BYTES
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
@@ -644,6 +645,19 @@ async def test_numbers_in_addresses_are_bounded(world: World, browser: httpx.Asy
         assert (await browser.get(f"/admin/{page}{'9' * 30}")).status_code == status
 
 
+async def test_a_request_that_failed_shows_what_it_cost(world: World, browser: httpx.AsyncClient) -> None:
+    """As one that did not: the ledger has the money of a stream that broke off."""
+    for status, microusd in ((502, 190), (200, 0)):
+        world.stats.add(
+            miss(at_s=NOW_S, status=status, error="upstream_broken" if status > 200 else "", cost_microusd=microusd)
+        )
+    await world.stats.flush()
+    assert re.findall(r'class="n money">(.*?)</span>', (await browser.get("/admin/requests")).text) == [
+        "free",
+        "$0.000190",
+    ]
+
+
 async def test_the_ledger_has_dates_and_marks_estimates(world: World, browser: httpx.AsyncClient) -> None:
     """Each row has its date in UTC; what a deployment did not count is marked, with a word for it."""
     await world.spend(1, 100, 1)
@@ -745,7 +759,8 @@ async def test_savings_are_held_against_a_target_by_calendar_month(world: World,
 
 
 async def test_the_ledger_is_summed_by_user_tag_and_others(world: World, browser: httpx.AsyncClient) -> None:
-    """Those that cost most first; a tag's name leads to its values; what goes with no model filters by none; text is text."""
+    """Those that cost most first, but days in their order; a tag's name leads to its values of the same days; a key is shown
+    with its team; what goes with no model filters by none; text is text."""
     for number, (user, tags) in enumerate((("<b>ann", '{"app":"web"}'), ("", ""), ("<b>ann", '{"app":"cli"}'))):
         await world.spend(1, 1_000_000 * (1 + number), number=number, user=user, tags=tags)
     page = (await browser.get("/admin/ledger?by=user&model=none&team_id=1")).text
@@ -753,8 +768,28 @@ async def test_the_ledger_is_summed_by_user_tag_and_others(world: World, browser
     assert table.index("&lt;b&gt;ann") < table.index("none given")
     assert "$4.00" in table
     assert "/admin/api/ledger/sums?team_id=1&amp;by=user" in page
-    names = (await browser.get("/admin/ledger?by=tag")).text
-    assert "by=tag&amp;tag=app" in names
+    names = (await browser.get("/admin/ledger?by=tag&from=2040-05-01&until=2040-05-31")).text
+    assert "by=tag&amp;from=2040-05-01&amp;until=2040-05-31&amp;tag=app" in names
+    team = await world.accounts.create_team("search")
+    made = await world.accounts.create_key(team.id, "prod")
+    await world.spend(team.id, 1, 86_400_000, key_id=made.key.id)
+    await world.ledger.append_hits(
+        [
+            HitsRow(
+                id="h", at_ms=int(NOW_S * 1000), team_id=7, key_id=77, alias="small", source="exact", requests=2, unknown=0,
+                baseline_microusd=50, session="run-1",
+            )
+        ]
+    )  # fmt: skip
+    keys = (await browser.get("/admin/ledger?by=key")).text
+    assert "<th>prod <small>search</small>" in keys
+    assert "<th>deleted key 77<" in keys
+    sessions = (await browser.get("/admin/ledger?by=session&team_id=7")).text
+    assert sessions.index("<th>run-1") < sessions.index("last 8 days")
+    assert '<td class="n good" data-label="Saved by hits">$0.00005<' in sessions
+    assert "<th>none given<" in (await browser.get("/admin/ledger?by=session")).text
+    days = (await browser.get("/admin/ledger?by=day")).text
+    assert days.index("<th>2040-05-16") < days.index("<th>2040-05-17")
     values = (await browser.get("/admin/ledger?by=tag&tag=app")).text
     assert values.index("<th>cli") < values.index("<th>web")
     for query in ("by=key", "by=team", "by=day", "by=model&model=m", "by=deployment&team_id=9", "by=%3Cb%3E", "tag=x"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,35 @@ async def test_curated_answers_stay_and_the_same_lines_again_change_nothing(worl
     assert purged["count"] == 1
     actions = [row["action"] for row in (await client.get("/admin/api/audit")).json()["rows"]]
     assert actions == ["texts_shown", "cache_purged", *["cache_imported"] * 3, "team_created"]
+
+
+async def test_an_import_is_audited_before_its_first_line(client: AsyncClient) -> None:
+    """A client that leaves amid its lines may have stored some: the audit log has it."""
+
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"{"
+        raise RuntimeError
+
+    with suppress(RuntimeError):
+        await client.post("/admin/api/cache/import", content=broken(), params={"team_id": await _team(client)})
+    assert (await client.get("/admin/api/audit")).json()["rows"][0]["action"] == "cache_imported"
+
+
+async def test_an_import_obeys_the_rule_of_its_team(world: World, client: AsyncClient) -> None:
+    """Answers that are put in are kept no longer than a team's `store_s_max`; none of a team that keeps none."""
+    team, line = await _team(client), {"request": _asked("When do you open?"), "answer": "At nine."}
+    exported = await world.cache_answer(team, "What is the capital of France?", answer="Paris")
+    for seconds in (600, 0):
+        assert (await client.patch(f"/admin/api/teams/{team}", json={"store_s_max": seconds})).status_code == 200
+        entry = {"entry": base64.b64encode(msgspec.msgpack.encode(exported)).decode()}
+        await client.post("/admin/api/cache/purge", json={"all": True, "dry_run": False})
+        said = await _import(client, line, entry, team_id=team)
+        assert (said["stored"], said["refused"]) == ((2, 0) if seconds else (0, 2))
+        if seconds:
+            lines = await _export(client, curated=False)
+            assert [round(one["expires_at_s"] - one["created_at_s"]) for one in lines] == [600]
+        else:
+            assert "`store_s_max` of 0" in said["problems"][0]["message"]
 
 
 async def test_an_export_is_an_import_elsewhere(world: World, client: AsyncClient) -> None:

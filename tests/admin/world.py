@@ -40,8 +40,9 @@ from gateway.accounts.spool import Spool
 from gateway.accounts.stored_responses import ResponseStore
 from gateway.admin.guard import Guard
 from gateway.admin.models import DeploymentOut
+from gateway.admin.pages import page_routes
 from gateway.admin.parts import AdminParts
-from gateway.admin.routes import admin_routes
+from gateway.admin.routes import api_routes
 from gateway.batches.batches import Batches
 from gateway.batches.files import Files
 from gateway.deployments.fleet import build_fleet
@@ -191,12 +192,11 @@ class World:
         """One settled generation: it counts against the team's budgets and is in the ledger."""
         hold_id = f"hold-{team_id}-{number}-{microusd}"
         row = LedgerRow(
-            **{"alias": "small", **fields},
+            **{"alias": "small", "key_id": 1, **fields},
             id=hold_id,
             at_ms=int(self.now_s * 1000) - number,
             request_id=f"req_{number:04}",
             team_id=team_id,
-            key_id=1,
             deployment=deployment,
             usage=Usage(400, 120),
             cost_microusd=microusd,
@@ -298,8 +298,8 @@ async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterato
     )
     await accounts.open()
     world.session = await guard.new_session()
-    world.app.state.parts = admin
-    world.app.router.routes.extend(admin_routes(admin))
+    world.app.state.parts, world.app.state.settings, world.app.state.routes = admin, admin.settings, {}
+    world.app.router.routes.extend([*api_routes(), *page_routes(admin)])
     while not semantic.status.is_ready:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +53,7 @@ from local_engine.messages import (
 from policies import Usage
 from tests.backends.conftest import ask, collect, collect_into
 from tests.engine.checkpoints import make_checkpoint
+from tests.engine.workers import engine_argv
 from tests.rpc import StandIn
 
 INFO = ModelInfo(
@@ -613,19 +613,8 @@ async def test_an_engine_that_is_gone_says_why(engine: ScriptedEngine, local: Lo
 async def test_a_real_engine_answers(tmp_path: Path) -> None:
     """A worker process on a random checkpoint: greedy answers are equal, whole in OpenAI's shape, and the prompt counts."""
     checkpoint = make_checkpoint(tmp_path / "tiny", "llama")
-    options = [
-        "--socket",
-        tmp_path / "e.sock",
-        "--model",
-        checkpoint,
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--threads",
-        "1",
-    ]
-    worker = await asyncio.create_subprocess_exec(sys.executable, "-m", "local_engine.process.worker", *options)
+    argv = engine_argv(tmp_path / "e.sock", model=str(checkpoint), kv_blocks=None, block_tokens=16)
+    worker = await asyncio.create_subprocess_exec(*argv)
     backend = make_local(tmp_path / "e.sock")
     try:
         await backend.start()

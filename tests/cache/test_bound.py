@@ -76,10 +76,9 @@ class Hosts:
 @contextlib.asynccontextmanager
 async def run_hosts(redis: RedisLink, url: str, index: str) -> AsyncIterator[Hosts]:
     hosts = Hosts(redis)
-    arguments = ("--index", index, "--threads", "1", "--error-max", str(ERROR_MAX))
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(HOSTS):
-            hosts.workers.append(stack.enter_context(run_worker(url, *arguments)))
+            hosts.workers.append(stack.enter_context(run_worker(url, index, threads=1, error_max=ERROR_MAX)))
         for worker in hosts.workers:
             client = await stack.enter_async_context(SemanticClient(worker.socket_path, timeout_s=20))
             await until_status(client, lambda status: status.is_ready)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,20 +32,23 @@ REPOSITORY = Path(__file__).parents[2]
 FRANCE, PARAPHRASE = "What is the capital of France?", "Tell me, what is France's capital?"
 
 
+def worker_argv(socket_path: Path, **options: Any) -> list[str]:
+    return [sys.executable, "-m", "cache.worker", str(socket_path), json.dumps({"device": "cpu", **options})]
+
+
 class WorkerProcess:
     """One `python -m cache.worker` on a socket of its own."""
 
-    def __init__(self, folder: Path, redis_url: str, *arguments: str) -> None:
+    def __init__(self, folder: Path, redis_url: str, index_url: str, **options: Any) -> None:
         self.socket_path = folder / "cache.sock"
         self._folder = folder
-        self._arguments = ("--socket", str(self.socket_path), "--redis", redis_url, "--device", "cpu", *arguments)
+        self._argv = worker_argv(self.socket_path, **options)
+        self._env = {**os.environ, "SAMEWAY_REDIS_URL": redis_url, "SAMEWAY_INDEX_URL": index_url}
         self.process: subprocess.Popen[bytes]
 
     def start(self) -> None:
         with (self._folder / "worker.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "cache.worker", *self._arguments], cwd=REPOSITORY, stderr=log
-            )
+            self.process = subprocess.Popen(self._argv, cwd=REPOSITORY, stderr=log, env=self._env)
 
     def end(self, number: int) -> int:
         self.process.send_signal(signal.SIGCONT)
@@ -55,9 +60,9 @@ class WorkerProcess:
 
 
 @contextlib.contextmanager
-def run_worker(redis_url: str, *arguments: str) -> Iterator[WorkerProcess]:
+def run_worker(redis_url: str, index_url: str = "", **options: Any) -> Iterator[WorkerProcess]:
     with tempfile.TemporaryDirectory(prefix="sameway-worker-") as folder:
-        worker = WorkerProcess(Path(folder), redis_url, *arguments)
+        worker = WorkerProcess(Path(folder), redis_url, index_url, **options)
         worker.start()
         try:
             yield worker
@@ -460,10 +465,14 @@ def test_sigterm_ends_it_cleanly_even_while_it_loads(server: RedisServer) -> Non
 
 def test_it_ends_with_its_parent(server: RedisServer, tmp_path: Path) -> None:
     """Kill -9 of who started it leaves no orphan."""
-    arguments = [sys.executable, "-m", "cache.worker", "--socket", str(tmp_path / "s"), "--redis", server.url]
+    arguments = worker_argv(tmp_path / "s")
     code = f"import subprocess, time; p = subprocess.Popen({arguments!r}); print(p.pid, flush=True); time.sleep(600)"
     parent = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=REPOSITORY
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=REPOSITORY,
+        env={**os.environ, "SAMEWAY_REDIS_URL": server.url},
     )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
@@ -476,7 +485,7 @@ def test_it_ends_with_its_parent(server: RedisServer, tmp_path: Path) -> None:
 
 async def test_an_encoder_that_can_not_be_had_is_said(server: RedisServer) -> None:
     """The worker stays, says why, and lookups are misses."""
-    with run_worker(server.url, "--embedder", "/nowhere/model") as worker:
+    with run_worker(server.url, embedder="/nowhere/model") as worker:
         async with SemanticClient(worker.socket_path) as client:
             status = await until_status(client, lambda status: status.state is WorkerState.FAILED)
             assert status.detail == "no embedder at /nowhere/model"
@@ -533,6 +542,6 @@ def is_alive(pid: int) -> bool:
 
 def test_a_vector_engine_without_a_part_ends_the_worker(server: RedisServer) -> None:
     """With the status of a bad configuration, by which the supervisor starts it no more, and a line that names the part."""
-    with run_worker(server.url, "--index", server.url) as worker:
+    with run_worker(server.url, server.url) as worker:
         assert worker.process.wait(60) == os.EX_CONFIG
         assert "the server has no FT.CREATE" in worker.log()

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from cache.redis_link import RedisLink
-from gateway.app import create_app
+from gateway.app import create_app, served
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.deployments.replicas import addresses, blocks_of
 from gateway.deployments.server_metrics import reading_of
@@ -229,7 +229,7 @@ async def test_an_agent_stays_with_its_prefix(redis_server: RedisServer, redis: 
         )
         app = create_app(settings)
         async with app.router.lifespan_context(app):
-            transport, headers = httpx.ASGITransport(app), {"authorization": f"Bearer {API_KEY}"}
+            transport, headers = httpx.ASGITransport(served(app)), {"authorization": f"Bearer {API_KEY}"}
             async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
 
                 async def turn(said: list[dict[str, str]]) -> str:

@@ -22,7 +22,7 @@ import yaml
 API_KEY = "sk-sw-test-0123456789abcdef0123456789abcdef"
 ADMIN_KEY = "sk-admin-test-0123456789"
 
-WITHOUT_EMBEDDER: dict[str, Any] = {"cache": {"is_semantic": False}, "embedding_alias": ""}
+WITHOUT_EMBEDDER: dict[str, Any] = {"cache": {"is_semantic": False}}
 """Settings of a gateway that starts no cache worker: for tests that need neither meaning nor local embeddings."""
 
 

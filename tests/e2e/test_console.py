@@ -88,6 +88,10 @@ def test_what_was_spent_and_asked_is_a_table_for_people(console: Console, gatewa
     wait_for(lambda: console.json("requests", "--request-id", asked)["routes"] != [])
     wait_for(lambda: console.json("spend", "--by", "team")["sums"] != [])
     assert "cost_usd" in console.run("spend", "--by", "team")
+    gateway.chat(f"spent {uuid.uuid4().hex}", user="\x1b]0;title\x07\x9b31m")
+    wait_for(lambda: "title" in console.run("spend", "--by", "user"))
+    for told in (console.run("spend", "--by", "user"), console.run("spend", "--by", "user", "--json")):
+        assert all(char.isprintable() or char == "\n" for char in told)
     assert f"request_id  {asked}" in console.run("requests", "--request-id", asked)
     lines = console.run("requests").strip().splitlines()
     head = next(line for line in lines if line.startswith("request_id"))
@@ -135,12 +139,20 @@ def test_each_refusal_has_its_status_and_words(
     (gateway.data_dir / "admin.key").unlink()
 
 
-def test_help_lists_what_a_noun_can_do(console: Console) -> None:
-    """Each operation with its ids and options, as the gateway's own document has them."""
-    shown = console.run("cache", "--help")
-    for line in ("sameway cache import FILE", "sameway cache warm FILE", "sameway cache purge [--dry-run] [--id]"):
+def test_help_lists_what_a_noun_can_do(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation with its ids and options, without a gateway; all else asks the one at SAMEWAY_PORT."""
+    monkeypatch.setenv("SAMEWAY_PORT", "9")
+    assert main(["teams"]) == 1
+    assert "http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err
+    assert main(["cache", "--help"]) == main(["keys", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for line in (
+        "sameway cache import FILE",
+        "sameway cache warm FILE",
+        "sameway cache purge [--dry-run] [--id]",
+        "sameway keys update KEY_ID [--name]",
+    ):
         assert line in shown
-    assert "sameway keys update KEY_ID [--name]" in console.run("keys", "--help")
 
 
 def test_a_file_of_answers_is_imported_and_exported(console: Console, gateway: Gateway, tmp_path: Path) -> None:

@@ -439,9 +439,7 @@ def test_heads_and_admin_bodies_are_bounded(gateway: Gateway) -> None:
     assert httpx.get(f"{gateway.root}/healthz").status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("is_there", "words"), [(False, "ConnectionRefusedError"), (True, "its tables are of another version of Sameway")]
-)
+@pytest.mark.parametrize(("is_there", "words"), [(False, "ConnectionRefusedError"), (True, "its tables are of schema")])
 async def test_a_start_without_its_database_says_so_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], redis_server: RedisServer, is_there: bool, words: str
 ) -> None:

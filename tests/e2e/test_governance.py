@@ -60,7 +60,11 @@ async def test_lines_of_batches_and_other_paths(new_host: NewHost, upstream: Ups
             assert made.expires_at == made.created_at + 7_200
             with pytest.raises(openai.PermissionDeniedError, match="`regions` are eu"):
                 await passed.chat.completions.create(**asked)
+            batch = await begin(client, line("c", model="far"))
             await admin.patch(f"/admin/api/teams/{team_id}", json={"store_s_max": 0})
+            await run(host)
+            ended = await client.batches.retrieve(batch.id)
+            assert (ended.status, ended.output_file_id) == ("completed", None)
             with pytest.raises(openai.PermissionDeniedError, match="store_s_max"):
                 await begin(client, line("a"))
             log = (await admin.get("/admin/api/audit")).json()["rows"]

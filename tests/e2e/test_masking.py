@@ -41,6 +41,8 @@ def test_no_planted_value_is_sent_or_written(gateway: Gateway, client: OpenAI, u
         assert http.post("/embeddings", json={"model": "masked", "input": ASKED}).status_code in (200, 400)
         assert http.post("/chat/completions", json={"model": "masked", **refused}).status_code == 400
         assert http.post("/messages/count_tokens", json={"model": "masked", **said}).status_code == 200
+        file = {"image": (f"{EMAIL}.png", b"png", "image/png")}
+        assert http.post("/images/edits", data={"model": "masked", "prompt": ASKED}, files=file).status_code == 200
     sent = json.dumps(upstream.seen().requests)
     assert "<EMAIL_1> and <CARD_1>" in sent
     shows_none("upstream", sent)
@@ -50,10 +52,12 @@ def test_no_planted_value_is_sent_or_written(gateway: Gateway, client: OpenAI, u
             "/metrics",
             "/admin/api/routes",
             "/admin/api/near-misses",
-            "/admin/api/usage",
-            "/admin/api/entries",
+            "/admin/api/ledger",
+            "/admin/api/cache",
         ):
-            shows_none(path, admin.get(path).text)
+            reply = admin.get(path)
+            assert reply.status_code == 200, path
+            shows_none(path, reply.text)
     shows_none("the log", gateway.log.read_text())
     for file in gateway.data_dir.rglob("*"):
         if file.is_file():

@@ -140,7 +140,7 @@ def test_a_wrong_file_changes_nothing_and_is_told(changing: Changing) -> None:
     assert changing.asks("mock") == 200
     problems = [one["message"] for one in changing.gateway.admin("GET", "/status")["problems"]]
     assert any("models.mock.policy" in one for one in problems)
-    assert "configuration_refused" in changing.gateway.log.read_text()
+    assert "reload_refused" in changing.gateway.log.read_text()
     changing.takes(healed={"name": "healed", "model": "mock"})
     problems = [one["message"] for one in changing.gateway.admin("GET", "/status")["problems"]]
     assert not any("models.mock.policy" in one for one in problems)
@@ -197,13 +197,24 @@ def test_a_closed_terminal_ends_its_gateway(changing: Changing, tmp_path: Path) 
 
 
 def test_a_setting_that_changes_counts_at_once(changing: Changing) -> None:
-    """A limit of bodies, which each endpoint has, is the new one in every worker; so are who reads metrics and what is logged."""
+    """A limit of bodies, which each endpoint has, is the new one in every worker; so are who reads metrics, what
+    is logged, and whom proxies name as the client.
+    """
     changing.takes()
+    key = changing.gateway.admin("POST", "/teams/1/keys", json={"name": "there", "addresses": ["192.0.2.0/24"]})
+    told = {"authorization": f"Bearer {key['plaintext']}", "x-forwarded-for": "192.0.2.7", "connection": "close"}
+
+    def listed() -> set[int]:
+        return {httpx.get(f"{changing.gateway.base_url}/models", headers=told).status_code for _ in range(6)}
+
+    assert listed() == {403}
     metrics, mark = f"{changing.gateway.root}/metrics", f"question {next(_fresh)} of a person"
     body = {"model": "mock", "messages": [{"role": "user", "content": mark}]}
-    changing.write(changing.config() | {"body_bytes_max": 30, "is_metrics_open": True, "log_prompts": True})
+    more = {"is_metrics_open": True, "log_prompts": True, "trusted_proxies": ["127.0.0.1"]}
+    changing.write(changing.config() | {"body_bytes_max": 30} | more)
     wait_for(lambda: all(changing.asks("mock") == 413 for _ in range(6)))
     assert httpx.get(metrics).status_code == 200
+    assert listed() == {200}
     changing.write(changing.config() | {"log_prompts": True})
     wait_for(lambda: all(changing.asks("mock") == 200 for _ in range(6)))
     assert httpx.get(metrics).status_code == 401

@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway import app as app_module
-from gateway.app import create_app
+from gateway.app import create_app, served
 from gateway.settings import Settings
 from tests.e2e.gateway import ADMIN_KEY, API_KEY, Gateway, deployment, wait_for
 from tests.e2e.upstream import Upstream
@@ -90,7 +90,7 @@ async def test_what_has_become_slow_is_waited_for(
         headers = {"authorization": f"Bearer {API_KEY}"}
         body = {"model": "mock", "messages": [{"role": "user", "content": "hello"}], "stream": True}
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://test", headers=headers
+            transport=httpx.ASGITransport(served(app)), base_url="http://test", headers=headers
         ) as client:
             statuses = [(await client.post("/v1/chat/completions", json=body)).status_code]
             while statuses[-1] != 200 and len(statuses) < 12:
@@ -118,7 +118,7 @@ async def test_a_refused_key_is_marked_and_takes_no_host_out_of_service(
     app = create_app(settings)
     async with app.router.lifespan_context(app):
         body = {"model": "mock", "messages": [{"role": "user", "content": "hello"}]}
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(served(app)), base_url="http://test") as client:
             key, admin = ({"authorization": f"Bearer {one}"} for one in (API_KEY, ADMIN_KEY))
             for _ in range(6):
                 reply = await client.post("/v1/chat/completions", json=body, headers=key)

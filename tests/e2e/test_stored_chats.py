@@ -92,9 +92,14 @@ async def test_completions_are_their_teams_alone(host: Host) -> None:
     assert [one async for one in other.chat.completions.list()] == []
     with pytest.raises(openai.NotFoundError):
         await other.responses.retrieve(made.id)
-    await parts.accounts.update_team(team_id, is_store_enabled=False)
-    await parts.accounts.refresh()
     fields: Any = {"model": "mock", "messages": [{"role": "user", "content": "hello"}], "store": True}
+    kept, conversation = await other.chat.completions.create(**fields), await other.conversations.create()
+    await parts.accounts.update_team(team_id, store_s_max=0)
+    await parts.accounts.refresh()
+    for change, one in ((other.chat.completions.update, kept), (other.conversations.update, conversation)):
+        with pytest.raises(openai.PermissionDeniedError, match="Nothing is kept here for this team"):
+            await change(one.id, metadata={"note": "new"})
+    await other.chat.completions.delete(kept.id)
     unkept = await other.chat.completions.create(**fields)
     assert unkept.choices[0].message.content
     assert [one async for one in other.chat.completions.list()] == []

@@ -425,6 +425,7 @@ def body_of(headers: dict[str, str], raw: bytes) -> tuple[dict[str, Any], dict[s
         name, content = part.get_param("name", header="content-disposition"), part.get_payload(decode=True)
         if part.get_filename() is not None:
             files[name] = content
+            fields["filename"] = part.get_filename()
         elif name in fields:
             fields[name] = [fields[name], content.decode()]
         else:

@@ -44,7 +44,7 @@ from local_engine.step_in_flight import StepInFlight
 from local_engine.text.tokenizer_loader import tokenizer_from_folder
 from tests.engine.checkpoints import naive_greedy, random_prompt
 from tests.engine.test_checkpoints import HOSTILE
-from tests.engine.workers import SMALL_OPTIONS, Worker, connected, start, worker_process
+from tests.engine.workers import Worker, connected, engine_argv, start, worker_process
 
 Folder = Callable[[str], Path]
 
@@ -360,8 +360,7 @@ async def test_bad_requests_are_answered_each_by_its_error(worker: AsyncEngine) 
 
 async def test_a_full_queue_refuses(checkpoint: Folder) -> None:
     """Past queue_max a request is refused at once; those before it are served."""
-    options = ("--queue-max", "2", "--sequences-max", "1")
-    with worker_process(checkpoint("llama"), *options) as own:
+    with worker_process(checkpoint("llama"), queue_max=2, sequences_max=1) as own:
         async with connected(own.socket_path) as engine:
             what = request(random_prompt(1, 10), 100)
             results = await asyncio.gather(*(collect(engine, what) for _ in range(8)), return_exceptions=True)
@@ -387,7 +386,7 @@ async def test_kill_9_is_an_honest_error_and_a_new_process_serves(checkpoint: Fo
             own.process.wait()
             with pytest.raises(EngineUnavailable):
                 await collect(engine, request([5], 1))
-            successor = start(own.socket_path, own.log_path, "--model", str(checkpoint("llama")), *SMALL_OPTIONS)
+            successor = start(own.socket_path, own.log_path, model=str(checkpoint("llama")))
             try:
                 async with asyncio.timeout(60):
                     await engine.wait_ready()
@@ -475,7 +474,7 @@ async def test_a_step_that_never_ends_ends_the_process(
     if is_slow:
         monkeypatch.setattr(Engine, "step_s_expected", 60.0)
     config = EngineConfig(model=str(checkpoint("llama")), device="cpu", dtype="float32", threads=1, kv_blocks=64)
-    serving = asyncio.create_task(EngineServer(config, drain_s=0.0, step_s_max=0.2).serve(tmp_path / "e.sock"))
+    serving = asyncio.create_task(EngineServer(config, step_s_max=0.2).serve(tmp_path / "e.sock"))
     try:
         await until(lambda: (tmp_path / "e.sock").exists())
         async with connected(tmp_path / "e.sock") as engine:
@@ -494,7 +493,7 @@ async def test_loading_is_told_from_the_start(checkpoint: Folder, tmp_path: Path
     """The socket answers while the model loads, with EngineLoading and progress, and then serves."""
     socket_path = tmp_path / "e.sock"
     engine = AsyncEngine(socket_path)
-    process = start(socket_path, tmp_path / "log", "--model", str(checkpoint("llama")), *SMALL_OPTIONS)
+    process = start(socket_path, tmp_path / "log", model=str(checkpoint("llama")))
     try:
         engine.start()
         await until(lambda: engine.load().is_connected)
@@ -513,7 +512,7 @@ async def test_loading_is_told_from_the_start(checkpoint: Folder, tmp_path: Path
 
 async def test_sigterm_lets_running_answers_finish(checkpoint: Folder) -> None:
     """On SIGTERM what runs is finished, what comes is refused, and the process ends with 0, its socket gone."""
-    with worker_process(checkpoint("llama"), "--drain-s", "20") as own:
+    with worker_process(checkpoint("llama"), drain_s=20) as own:
         async with connected(own.socket_path) as engine:
             running = engine.generate(request(random_prompt(1, 10), 150))
             await anext(running)
@@ -530,11 +529,11 @@ async def test_the_parent_s_death_ends_it(checkpoint: Folder, tmp_path: Path) ->
     """A worker whose parent was killed ends by itself."""
     program = (
         "import subprocess, sys, time\n"
-        "worker = subprocess.Popen([sys.executable, '-m', 'local_engine.process.worker', *sys.argv[1:]])\n"
+        "worker = subprocess.Popen(sys.argv[1:])\n"
         "print(worker.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
-    options = ("--socket", str(tmp_path / "e.sock"), "--model", str(checkpoint("llama")), *SMALL_OPTIONS)
+    options = engine_argv(tmp_path / "e.sock", model=str(checkpoint("llama")))
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program, *options, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     pid = int(await parent.stdout.readline())
@@ -554,7 +553,7 @@ def _is_alive(pid: int) -> bool:
 
 def test_a_model_that_cannot_load_ends_with_ex_config(tmp_path: Path) -> None:
     """Exit status 78 and one plain line, which is left beside the socket as well: starting again would not help."""
-    process = start(tmp_path / "e.sock", tmp_path / "log", "--model", str(tmp_path / "absent"), "--device", "cpu")
+    process = start(tmp_path / "e.sock", tmp_path / "log", model=str(tmp_path / "absent"))
     assert process.wait(60) == 78
     log = (tmp_path / "log").read_text()
     assert "absent" in log

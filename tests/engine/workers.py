@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -11,10 +12,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from local_engine import AsyncEngine
 
-SMALL_OPTIONS = ("--device", "cpu", "--dtype", "float32", "--threads", "1", "--kv-blocks", "128", "--block-tokens", "4")
+SMALL_OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_blocks": 128, "block_tokens": 4}
 
 
 @dataclass(frozen=True)
@@ -26,20 +28,25 @@ class Worker:
     log_path: Path
 
 
-def start(socket_path: Path, log_path: Path, *options: str) -> subprocess.Popen[bytes]:
+def engine_argv(socket_path: Path, **options: Any) -> list[str]:
+    """The command line of a small engine worker with these further options."""
+    told = json.dumps(SMALL_OPTIONS | options)
+    return [sys.executable, "-m", "local_engine.process.worker", str(socket_path), told]
+
+
+def start(socket_path: Path, log_path: Path, **options: Any) -> subprocess.Popen[bytes]:
     """Start the process; its output goes to a file."""
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "local_engine.process.worker", "--socket", str(socket_path), *options]
     with log_path.open("wb") as log:
-        return subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+        return subprocess.Popen(engine_argv(socket_path, **options), stderr=log, stdout=log, env=environment)
 
 
 @contextmanager
-def worker_process(model: Path, *options: str) -> Iterator[Worker]:
+def worker_process(model: Path, **options: Any) -> Iterator[Worker]:
     """A worker on a checkpoint, perhaps still loading; gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="engine-") as folder:  # a socket's path must stay short
         socket_path, log_path = Path(folder) / "engine.sock", Path(folder) / "log"
-        process = start(socket_path, log_path, "--model", str(model), *SMALL_OPTIONS, *options)
+        process = start(socket_path, log_path, model=str(model), **options)
         try:
             yield Worker(process, socket_path, log_path)
         finally:

@@ -36,7 +36,7 @@ from gateway.settings import Settings
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("gateway", "cache", "policies", "local_engine", "ipc")
 _LEVELS = ("debug", "info", "warning", "error", "exception", "critical")
-_STORED_TAGS = ("e1", "a1", "f2", "s1", "r1", "p2", "+", "-", "a", "v")
+_STORED_TAGS = ("e1", "a1", "f3", "s1", "r2", "p2", "+", "-", "a", "v")
 
 
 @cache

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,9 +20,6 @@ from ipc import (
     RpcClient,
     RpcServer,
     Wire,
-    add_options,
-    argv_of,
-    options_from,
 )  # fmt: skip
 from ipc.logs import JsonFormatter
 from tests.rpc import StandIn
@@ -227,32 +222,3 @@ async def test_a_server_that_falls_silent_is_left(tmp_path: Path) -> None:
     await both.until_told(None)
     server.close()
     await both.client.aclose()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Some:
-    """Options of every kind."""
-
-    path: Annotated[Path, "where"]
-    size_mb: Annotated[int | None, "how much"] = None
-    share: Annotated[float, "of it"] = 0.5
-    kind: Annotated[Literal["a", "b"], "which"] = "a"
-    is_odd: Annotated[bool | None, "a switch"] = None
-    is_even: Annotated[bool, "another"] = True
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"size_mb": 3, "share": 0.25, "kind": "b", "is_odd": True, "is_even": False},
-        {"path": Path("-odd name"), "is_odd": False},
-    ],
-)
-def test_a_command_line_gives_back_its_options(options: dict[str, Any]) -> None:
-    """Whatever their values; defaults take no words."""
-    told = Some(**{"path": Path("p"), **options})
-    parser = argparse.ArgumentParser()
-    add_options(parser, Some)
-    assert options_from(Some, parser.parse_args(argv_of(told))) == told
-    assert len(argv_of(told)) == len({"path", *options})

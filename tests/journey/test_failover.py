@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -317,6 +318,31 @@ async def test_each_refusal_is_in_the_message(world: World) -> None:
     assert reply.status == 424
     assert all(part in reply.error["message"] for part in ("first: ", "Not from here", "second: ", "Not by law"))
     assert [len(world.backends[name].calls) for name in ("first", "second")] == [1, 1]
+
+
+_PROMPT = "My name is Ada\nand my sister's is “Eve”, who lives at the end of our street."
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        _PROMPT,
+        f"Invalid input: {json.dumps(_PROMPT)[:50]}",
+        f"got {json.dumps(_PROMPT)[-45:]}",
+        json.dumps({"input": _PROMPT}, ensure_ascii=False),
+    ],
+)
+@pytest.mark.parametrize("failed", [denied, rejected])
+async def test_words_of_a_server_that_quote_the_prompt_are_in_no_record(world: World, words: str, failed: Any) -> None:
+    """The client reads them, whole or a part and however JSON spells them; the record says where they came from, and keeps others."""
+    world.backends["plain"].plays(failed(403, words))
+    reply = await world.ask(_PROMPT)
+    record = await world.record(reply)
+    assert words.split()[-1] in reply.error["message"]
+    assert record.answer.attempts[-1].outcome.endswith("in words of the request")
+    assert not any(part in repr(record) for part in ("Ada", "Eve", "street"))
+    other = await world.record(await world.ask("Another request, of which they say nothing."))
+    assert other.answer.attempts[-1].outcome == failed(403, words).detail[:300]
 
 
 @pytest.mark.parametrize("status", [401, 403])

@@ -86,6 +86,12 @@ SURFACES: list[dict[str, Any]] = [
         "tools": [{"name": "sh", "input_schema": {"type": "object"}}],
     },
     {"path": "/v1/messages", "model": "claude", "max_tokens": 9, "messages": [{"role": "user", "content": DOCUMENTS}]},
+    {"path": "/v1/chat/completions", "content": "hi", "metadata": {"case": "{}"}, "stop": ["{}"]},
+    {
+        "path": "/v1/chat/completions",
+        "content": "hi",
+        "tools": [{"type": "function", "function": {"name": "f", "description": "{}", "parameters": {"enum": ["{}"]}}}],
+    },
 ]
 
 

@@ -166,6 +166,16 @@ async def test_what_is_asked_of_whom_is_masked(open_a_world: OpenWorld) -> None:
     assert world.backends["clear"].calls[-1].body["input"] == [MASKED, "hello"]
 
 
+async def test_a_header_that_goes_on_has_no_value(open_a_world: OpenWorld) -> None:
+    """Baggage and state with a value stay here, those without go on, and the trace stays whole."""
+    world = await open_a_world(models=MODELS)
+    trace = {"traceparent": f"00-{'4111111111111111' * 2}-{'4111111111111111'}-01"}
+    for more, state in (({"baggage": f"user={EMAIL}"}, "a=1"), ({"baggage": "user=1"}, "a=bob%40example.com")):
+        await world.ask(ASKED + state, headers={**trace, **more, "tracestate": state})
+    told = [dict(call.trace) for call in world.backends["plain"].calls]
+    assert told == [{**trace, "tracestate": "a=1"}, {**trace, "baggage": "user=1"}]
+
+
 async def test_users_stay_apart_by_their_digests(open_a_world: OpenWorld) -> None:
     """A label with a value becomes its digest: two users never share an answer that is kept for each user."""
     world = await open_a_world(models=MODELS, cache={"key_fields": ["user"]})

@@ -159,6 +159,16 @@ async def test_responses_are_kept_if_the_rule_allows_as_long(world: World, secon
     assert (conversation.status == 200) is is_kept
 
 
+async def test_records_of_a_team_with_a_time_have_no_texts(world: World) -> None:
+    """The latest requests stay for longer than its answers: they have neither its questions nor what is near them."""
+    world.sets(log_prompts=True)
+    for team, is_kept in ((await world.team(), True), (await world.team("timed", store_s_max=60), False)):
+        entry = (await world.record(await world.ask("one", key=team.key, model="eu-only"))).cache.entry
+        world.semantic.hits(entry)
+        record = await world.record(await world.ask("two", key=team.key, model="eu-only"))
+        assert (record.cache.source, record.cache.question) == ("semantic", "two" if is_kept else "")
+
+
 async def test_no_text_of_a_team_that_keeps_nothing_is_logged(world: World) -> None:
     """Its turn does not come to the log, on a miss, a failure and a refusal, however early; another team's does."""
     team = await world.team(store_s_max=0, regions=["eu"])

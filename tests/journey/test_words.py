@@ -221,7 +221,7 @@ async def test_a_tighter_bound_is_decided_anew(world: World) -> None:
 async def test_hits_that_nothing_vouches_for_are_not_repeated_without_end(world: World) -> None:
     """Each is charged its risk; beyond what the requests paid in the worker is asked, whose rule has a share of its own."""
     entry = (await world.record(await world.ask(ASKED))).cache.entry
-    world.semantic.hits(entry, is_cold=True)
+    world.semantic.hits(entry)
     await world.ask(OTHER)
     world.semantic.asked.clear()
     for _ in range(30):

@@ -28,6 +28,10 @@ ANTHROPIC_COST = """usage_date_utc,model,workspace,api_key,usage_type,context_wi
 2026-11-20,claude-sonnet-4-5-20250929,Default,key,batch,≤ 200k,output,0.0077,token
 2026-11-20,,Default,key,standard,,,0.03,web_search
 """
+OPENROUTER = """generation_id,created_at,cost_total,cost_web_search,cost_cache,cost_file_processing,byok_usage_inference,tokens_prompt,tokens_completion,tokens_reasoning,tokens_cached,model_permaslug,provider_name,variant,cancelled,streamed,user,finish_reason_raw,finish_reason_normalized,generation_time_ms,time_to_first_token_ms,api_key_disabled,api_key_name,app_name
+gen-1,2026-11-20 03:46:57.713,0.0123,0,0,0,0,400,137,0,100,openai/gpt-4o-2024-08-06,OpenAI,standard,false,true,,stop,stop,910,204,false,prod,
+gen-2,2026-11-20 03:47:01.002,1.2e-05,0,0,0,0,10,5,0,0,openai/gpt-4o-2024-08-06,OpenAI,standard,false,true,,stop,stop,410,104,false,prod,
+"""
 
 
 def read(tmp_path: Path, text: str | bytes, ignored: tuple[str, ...] = ()) -> Export:
@@ -65,6 +69,18 @@ def test_anthropics_exports(tmp_path: Path) -> None:
     assert billed[DAY, "web_search"].cost_microusd == 30_000
 
 
+def test_openrouters_export(tmp_path: Path) -> None:
+    """A row is a generation; its time has no zone and is UTC; the cost is the total, its parts are not added again."""
+    export = read(tmp_path, OPENROUTER)
+    one = export.billed[DAY, "gpt-4o"]
+    assert (one.cost_microusd, one.prompt_tokens, one.cached_tokens, one.completion_tokens) == (12_312, 410, 100, 142)
+    assert (len(export.billed), export.has_requests, export.notes) == (
+        1,
+        False,
+        ["times without a zone are taken as UTC"],
+    )
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -88,7 +104,12 @@ def test_what_spreadsheets_make_of_it(tmp_path: Path, text: str | bytes) -> None
     [
         ("", "empty"),
         ("date,model,cost\n", "no rows"),
-        ("date,model,price\n", "unknown column: 'price'"),
+        (
+            "date,model,price\n",
+            "unknown column: 'price'. Expected date, model, and of these what there is: requests, prompt_tokens",
+        ),
+        ("SubscriptionId,Date,MeterName,CostInBillingCurrency\n", "no column is the model: expected model or"),
+        ('{"object": "page", "data": []}', "the file is JSON: expected a CSV"),
         ("date,cost\n", "no column is the model"),
         ("date,model\n", "tokens or costs"),
         ("date,model,cost,amount\n", "two columns"),

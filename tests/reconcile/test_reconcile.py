@@ -173,7 +173,7 @@ def test_what_the_file_lacks_is_named(host: Host) -> None:
 def test_what_cannot_be_read_is_status_2(host: Host, tmp_path: Path) -> None:
     """A file that is no export, and a data directory without a ledger, which is not made."""
     status, _, error = host.reconcile("what,ever\n1,2\n")
-    assert (status, "unknown column" in error) == (2, True)
+    assert (status, "no column is the date" in error) == (2, True)
     host.folder = tmp_path / "empty"
     host.folder.mkdir()
     (host.folder / "sameway.yaml").write_text((tmp_path / "sameway.yaml").read_text())
