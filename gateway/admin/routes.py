@@ -222,18 +222,19 @@ _SUMS = tuple(models.LedgerSumOut.model_fields)
 async def _csv(rows: _Rows, columns: Sequence[str]) -> AsyncIterator[str]:
     buffer = io.StringIO()
     writer = csv.writer(buffer)
-    has_moments = "at_ms" in columns
-    writer.writerow([*(["at"] if has_moments else ()), *columns])
+    names = ["at", *columns] if "at_ms" in columns else columns
+    writer.writerow(names)
     async for row in rows:
-        at = (
-            [datetime.fromtimestamp(row["at_ms"] / 1000, UTC).isoformat(timespec="milliseconds")] if has_moments else ()
-        )
-        writer.writerow([*at, *(_cell(row[name]) for name in columns)])
+        writer.writerow([_iso(row["at_ms"]) if name == "at" else _cell(row[name]) for name in names])
         if buffer.tell() > 32_768:
             yield buffer.getvalue()
             buffer.seek(0)
             buffer.truncate()
     yield buffer.getvalue()
+
+
+def _iso(at_ms: int) -> str:
+    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="milliseconds")
 
 
 def _cell(value: Any) -> Any:

@@ -219,7 +219,7 @@ def retry_after_s(headers: Mapping[str, str], now_s: float) -> float | None:
     return None
 
 
-_TEXT_CHARS_MIN, _QUOTE_CHARS = 8, 24
+_TEXT_CHARS_MIN, _QUOTE_CHARS = 12, 24
 _STATUS = re.compile(r"HTTP \d+ ?|")
 _ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))")  # in JSON
 

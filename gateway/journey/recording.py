@@ -21,7 +21,7 @@ from gateway.journey.record import AnswerFacts, CacheFacts, Record, RequestFacts
 from gateway.journey.storing import MAKER, chunks_of, deployment_of, kept
 from gateway.journey.trace import maker_of
 from gateway.journey.turn import Arrival, Ended, Turn
-from gateway.wire.errors import ApiError, shown
+from gateway.wire.errors import ApiError, BadRequest, shown
 from gateway.wire.texts import texts_in
 from gateway.wire.types import Chunk
 from policies import Usage
@@ -111,7 +111,10 @@ def _without_quotes(record: Record, turn: Turn) -> Record:
     refusal = ended.refusal if ended.error.startswith("upstream") else ""
     if not refusal and all(attempt.verdict in ("ok", "cancelled") for attempt in attempts):
         return record
-    texts = texts_in(turn.body) | texts_in(None if turn.native is None else msgspec.json.decode(turn.native.raw))
+    try:
+        texts = [*texts_in([turn.body, None if turn.native is None else msgspec.json.decode(turn.native.raw)])]
+    except BadRequest:  # too deep to be read: all words may quote it
+        texts = [refusal, *[attempt.outcome for attempt in attempts if attempt.verdict not in ("ok", "cancelled")]]
     attempts = tuple([replace(attempt, outcome=without_quotes(attempt.outcome, texts)) for attempt in attempts])
     ended = replace(ended, refusal=without_quotes(refusal, texts) or ended.refusal)
     return replace(record, ended=ended, answer=replace(record.answer, attempts=attempts))

@@ -341,6 +341,10 @@ async def test_words_of_a_server_that_quote_the_prompt_are_in_no_record(world: W
     assert words.split()[-1] in reply.error["message"]
     assert record.answer.attempts[-1].outcome.endswith("in words of the request")
     assert not any(part in repr(record) for part in ("Ada", "Eve", "street"))
+    deep: Any = []
+    for _ in range(300):
+        deep = [deep]
+    assert (await world.record(await world.ask(_PROMPT, x=deep))).answer.attempts[-1].outcome.endswith("of the request")
     other = await world.record(await world.ask("Another request, of which they say nothing."))
     assert other.answer.attempts[-1].outcome == failed(403, words).detail[:300]
 
