@@ -426,7 +426,6 @@ NAME_PROVIDERS = {
     "gateway/cli.py": "a client's tool, in its help",
     "gateway/journey/turn.py": "who sends which header with a session",
     "gateway/deployments/catalog.py": "spellings of the table of prices",
-    "gateway/api/spelling.py": "what looks misspelt in a request",
     "gateway/reserved.py": "the fields that need the operator's word",
     "gateway/wire/plain.py": "the default of OpenAI's own API",
 }
