@@ -69,6 +69,7 @@ SMALL_FILES: dict[str, str] = {
     "cache/worker/judging.py": "the other half of the worker, without its socket",
     "gateway/worker.py": "a process",
     "gateway/child_output.py": "the supervisor knows no lines",
+    "gateway/api/spelling.py": "which names are near is no matter of what an answer was",
     "gateway/deployments/server_metrics.py": "others' names, by their kind and version",
     "ipc/logs.py": "no part of the calls",
     "local_engine/executors/torch.py": "one of three ways to run a step, each a module",
@@ -439,7 +440,6 @@ NAME_PROVIDERS = {
     "gateway/cli.py": "a client's tool, in its help",
     "gateway/journey/turn.py": "who sends which header with a session",
     "gateway/deployments/catalog.py": "spellings of the table of prices",
-    "gateway/api/spelling.py": "what looks misspelt in a request",
     "gateway/reserved.py": "the fields that need the operator's word",
     "gateway/wire/plain.py": "the default of OpenAI's own API",
 }
