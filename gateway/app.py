@@ -45,7 +45,7 @@ from gateway.accounts.stored_responses import ResponseStore
 from gateway.admin.guard import Endpoint, Guard
 from gateway.admin.pages import page_routes
 from gateway.admin.parts import AdminParts
-from gateway.admin.routes import api_routes
+from gateway.admin.routes import ERROR, api_routes
 from gateway.admin.views import deployments_of
 from gateway.alerts.mail import Mail
 from gateway.alerts.watch import AlertWatch, Channel
@@ -114,10 +114,9 @@ _HITS_EVERY_S = 5.0
 _SWEEP_EVERY_S = 30.0
 _REPEAT_S = 60.0
 _SETTLE_S = 3.0  # of cancelled work: its money and its rows
-_ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}  # the admin API's
 _KEY_REFUSALS: dict[int | str, dict[str, Any]] = {
-    401: {"description": "The key is missing or wrong", "content": _ERROR},
-    429: {"description": "Wrong keys came from this address, and the key was not read", "content": _ERROR},
+    401: {"description": "The key is missing or wrong", "content": ERROR},
+    429: {"description": "Wrong keys came from this address, and the key was not read", "content": ERROR},
 }
 _log = get_logger()
 
@@ -188,7 +187,7 @@ def create_app(settings: Settings) -> FastAPI:
         tags=["operations"],
         summary="Prometheus metrics of all workers of this host; needs a key",
         response_class=PlainTextResponse,
-        responses={403: {"description": "`Host` does not name this host", "content": _ERROR}, **_KEY_REFUSALS},
+        responses={403: {"description": "`Host` does not name this host", "content": ERROR}, **_KEY_REFUSALS},
         openapi_extra={"security": [{"adminKey": []}]},
     )
     async def metrics(request: Request) -> Response:
@@ -355,7 +354,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     )
     return WorkerParts(
         settings=settings,
-        configuration=Configuration(settings, pipeline, semantic, learning, metrics, link),
+        configuration=Configuration(settings, pipeline, semantic, learning, metrics=metrics, link=link),
         guard=guard,
         link=link,
         accounts=accounts,

@@ -62,18 +62,18 @@ def command_parser() -> argparse.ArgumentParser:
     check.add_argument("--explain", action="store_true", help="print how each deployment's server is spoken to")
 
     run = commands.add_parser("run", help="start a tool, such as claude or codex, with this gateway as its provider")
-    run.add_argument("--url", default=console.here(), help="the gateway's address, without /v1")
+    _add_url(run)
     run.add_argument("--model", help="the alias that the tool is to use, where it reads one from the environment")
     run.add_argument("command", nargs="+", metavar="-- COMMAND", help="the tool and its arguments")
     run.set_defaults(run=_run)
 
-    for name, does, help in (
-        ("login", _login, "sign in at a gateway by a browser, for `sameway run` without a key"),
-        ("logout", _logout, "end that sign-in"),
+    for name, help in (
+        ("login", "sign in at a gateway by a browser, for `sameway run` without a key"),
+        ("logout", "end that sign-in"),
     ):
         signing = commands.add_parser(name, help=help)
-        signing.add_argument("--url", default=console.here(), help="the gateway's address, without /v1")
-        signing.set_defaults(run=does)
+        _add_url(signing)
+        signing.set_defaults(run=functools.partial(_sign, is_in=name == "login"))
 
     status = "Exit status: 0 it is in use, 1 no gateway runs there, 2 it is wrong and nothing has changed."
     help = "have the gateway of this host read its configuration again, without a restart"
@@ -91,7 +91,7 @@ def command_parser() -> argparse.ArgumentParser:
     doctor = add("doctor", _doctor, "look for what would trouble this installation, each with its remedy")
     doctor.add_argument("--json", action="store_true", help="print what was found as JSON")
     doctor.add_argument("--yes", action="store_true", help="let the gateway ask each deployment one short question")
-    doctor.add_argument("--url", help="the gateway's address (default: this host, at its port)")
+    doctor.add_argument("--url", type=console.address, help="the gateway's address (default: this host, at its port)")
 
     for noun in console.NOUNS:  # their words are read by what the gateway says it can do
         usage = f"sameway {noun} {console.USAGE}"
@@ -158,6 +158,11 @@ def _add_settings(parser: argparse.ArgumentParser, *, serves: bool = True) -> No
         parser.add_argument("--workers", type=int, help="gateway processes")
         prompts = "write prompts and answers to the log"
         parser.add_argument("--log-prompts", action="store_const", const=True, help=prompts)
+
+
+def _add_url(parser: argparse.ArgumentParser) -> None:
+    help = "the gateway's address, without /v1"
+    parser.add_argument("--url", type=console.address, default=console.here(), help=help)
 
 
 _load = functools.partial(load_settings, serves=False)
@@ -273,13 +278,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from gateway.doctor import doctor
 
     settings = _settings(arguments, check_settings)
-    url = (arguments.url or f"http://127.0.0.1:{settings.port}").rstrip("/").removesuffix("/v1")
-    return doctor(settings, url, may_spend=arguments.yes, is_json=arguments.json)
+    return doctor(
+        settings, arguments.url or f"http://127.0.0.1:{settings.port}", may_spend=arguments.yes, is_json=arguments.json
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
     """Replace this process by a tool whose environment names the gateway and the key."""
-    url, key = arguments.url.rstrip("/").removesuffix("/v1"), os.environ.get("SAMEWAY_API_KEY", "")
+    url, key = arguments.url, os.environ.get("SAMEWAY_API_KEY", "")
     try:
         key = key or login.credential(url)
     except (console.CommandError, *console.UNREACHABLE) as error:
@@ -320,22 +326,14 @@ def _run(arguments: argparse.Namespace) -> int:
         return _refused(f"{arguments.command[0]} cannot be started: {error.strerror}", 127)
 
 
-def _login(arguments: argparse.Namespace) -> int:
-    def signed_in(url: str) -> str:
-        login.login(url)
-        return "You are signed in: `sameway run -- claude`"
-
-    return _signing(arguments, signed_in)
-
-
-def _logout(arguments: argparse.Namespace) -> int:
-    return _signing(arguments, lambda url: "You are signed out" if login.logout(url) else "Nobody was signed in")
-
-
-def _signing(arguments: argparse.Namespace, act: Callable[[str], str]) -> int:
-    url = arguments.url.rstrip("/").removesuffix("/v1")
+def _sign(arguments: argparse.Namespace, *, is_in: bool) -> int:
+    url = arguments.url
     try:
-        print(f"{act(url)} ({url})")
+        if is_in:
+            login.login(url)
+            print(f"You are signed in: `sameway run -- claude` ({url})")
+        else:
+            print(f"You are signed out ({url})" if login.logout(url) else f"Nobody was signed in ({url})")
     except console.CommandError as error:
         return _refused(str(error), 1)
     except console.UNREACHABLE as error:

@@ -68,10 +68,15 @@ def here() -> str:
     return f"http://127.0.0.1:{os.environ.get('SAMEWAY_PORT') or 8080}"
 
 
+def address(url: str) -> str:
+    """A gateway's address without the path of its API."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def command(noun: str, arguments: Sequence[str]) -> int:
     """Run one command; returns the exit status: 0, 1 where the gateway refused it, 2 where it is none."""
     places, options = _parsed(arguments)
-    url = str(options.pop("url", here())).rstrip("/").removesuffix("/v1")
+    url = address(str(options.pop("url", here())))
     is_json = bool(options.pop("json", False))
     try:
         if options.pop("help", False):

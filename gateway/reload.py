@@ -16,7 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from gateway.accounts.audit import Audit
 from gateway.deployments.deployment import Deployment
 from gateway.deployments.fleet import Fleet, build_fleet
 from gateway.learning.build import Learning
-from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline
 from gateway.settings import Settings, differences, refuse_fixed
 from gateway.telemetry import metric_names as m
@@ -36,9 +35,6 @@ from gateway.telemetry.metrics import Metrics
 CONFIG_CHANNEL = "sameway:config"
 _RELOAD_S = 60.0
 _LOOKED_UP_S = 5.0  # what a request awaits between its alias and its generation takes less
-
-
-_log = get_logger()
 
 
 @dataclass(eq=False)
@@ -52,8 +48,9 @@ class Configuration:
     _pipeline: Pipeline
     _semantic: SemanticClient
     _learning: Learning
-    _metrics: Metrics
-    _link: RedisLink
+    _: KW_ONLY
+    metrics: Metrics
+    link: RedisLink
 
     def __post_init__(self) -> None:
         self.kept = frozenset[str]()  # the aliases that come from the database
@@ -65,7 +62,7 @@ class Configuration:
         self.applied: list[Callable[[], None]] = []
         self._next: tuple[Settings, Fleet] | None = None
         self._leaving: list[Deployment] = []
-        self._metrics.set(m.CONFIG_LOADED, self.at_s)
+        self.metrics.set(m.CONFIG_LOADED, self.at_s)
 
     async def obey(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what the supervisor asks. Raises SettingsError, OSError, ValueError."""
@@ -80,7 +77,7 @@ class Configuration:
             case "settle":
                 await self.settle()
             case "announce" if request["is_first"]:
-                await self._link.execute_command("PUBLISH", CONFIG_CHANNEL, f"{self._here} {os.urandom(8).hex()}")
+                await self.link.execute_command("PUBLISH", CONFIG_CHANNEL, f"{self._here} {os.urandom(8).hex()}")
             case "refused":
                 self.refuse(request["reason"], is_first=request["is_first"])
         return {}
@@ -91,7 +88,7 @@ class Configuration:
         """
         if await self._audit.kept_models():
             await self.reload("the models in the database", is_file_read=False)
-        async with self._link.subscribe(CONFIG_CHANNEL) as subscription:
+        async with self.link.subscribe(CONFIG_CHANNEL) as subscription:
             async for message in subscription.listen():
                 notice = message["data"].decode("utf-8", "replace") if message["type"] == "message" else self._here
                 if not notice.startswith(self._here):
@@ -148,8 +145,8 @@ class Configuration:
         for applied in self.applied:
             applied()
         self.refused, self.at_s = "", time.time()
-        self._metrics.set(m.CONFIG_LOADED, self.at_s)
-        self._metrics.add(m.CONFIG_RELOADS, 1, "taken")
+        self.metrics.set(m.CONFIG_LOADED, self.at_s)
+        self.metrics.add(m.CONFIG_RELOADS, 1, "taken")
 
     async def settle(self) -> None:
         """Close the deployments that have gone, once no request is left that began before this call."""
@@ -166,7 +163,7 @@ class Configuration:
         """The supervisor could not take a configuration. `is_first`: this worker counts it for the host."""
         self.refused = reason
         if is_first:
-            self._metrics.add(m.CONFIG_RELOADS, 1, "refused")
+            self.metrics.add(m.CONFIG_RELOADS, 1, "refused")
 
 
 async def _close(deployments: list[Deployment]) -> None:

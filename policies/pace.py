@@ -12,7 +12,7 @@ from policies.windows import SESSION, WindowKind
 
 _DAY_MS = 86_400_000
 _PASSED_MIN = 0.02  # of a window, before a rate means something
-_PASSED_MIN_MS = 3_600_000  # of a budget without an end
+_PASSED_MIN_MS = 3_600_000  # of a budget without an end, and of a team
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Pace:
     used_up_at_ms: int | None = None
 
 
-def pace_of(state: BudgetState, at_ms: int, last_day: int | None = None) -> Pace:
+def pace_of(state: BudgetState, at_ms: int, last_day: int | None = None, team_made_ms: int = 0) -> Pace:
     """The pace of a budget at `at_ms`, unix milliseconds: its spend over the elapsed time, or where a
-    window is longer, `last_day`, its use in the last 24 hours.
+    window is longer, `last_day`, its use in the last 24 hours. No time counts before its team was made.
     """
     budget, window = state.budget, state.window
     if budget.window is WindowKind.ROLLING:
@@ -38,10 +38,10 @@ def pace_of(state: BudgetState, at_ms: int, last_day: int | None = None) -> Pace
     if budget.axis == SESSION and window.end_ms is None:
         return Pace()  # when it began is not known
     if last_day is not None and (window.end_ms is None or window.end_ms - window.start_ms > 2 * _DAY_MS):
-        return _at_rate(state, at_ms, last_day / _DAY_MS)
-    start_ms = (
-        window.start_ms if budget.is_shared and window.end_ms is not None else max(window.start_ms, budget.begun_ms)
-    )
+        passed_ms = at_ms - team_made_ms
+        return Pace() if passed_ms < _PASSED_MIN_MS else _at_rate(state, at_ms, last_day / min(_DAY_MS, passed_ms))
+    is_whole = budget.is_shared and window.end_ms is not None
+    start_ms = max(window.start_ms, team_made_ms if is_whole else budget.begun_ms)
     passed_ms = at_ms - start_ms
     least_ms = _PASSED_MIN_MS if window.end_ms is None else (window.end_ms - window.start_ms) * _PASSED_MIN
     if not start_ms or passed_ms < max(least_ms, 1):

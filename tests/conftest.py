@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 from redis.asyncio import Redis
 
+from tests.cpu import CpuReport
 from tests.marks import MARKERS, marker_of
 from tests.services import (
     REDIS_VARIABLE,
@@ -27,7 +28,7 @@ from tests.touches import SERVICES, services_of
 
 # how long an example takes says more of the machine than of the code: tests that bound time do so themselves
 hypothesis.settings.register_profile("sameway", deadline=None)
-hypothesis.settings.load_profile("sameway")
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,6 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("quick" if config.getoption("--quick") else "sameway")
+    if config.getoption("--quick"):
+        config.pluginmanager.register(CpuReport())
     if os.environ.get(REDIS_VARIABLE):
         folder = tempfile.TemporaryDirectory(prefix="sameway-path-")
         config.add_cleanup(folder.cleanup)

@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from gateway.backends.keys import Keys
 from gateway.cli import main
 from gateway.config_file import check_settings, load_settings, notes
-from gateway.settings import SECRETS, Settings, SettingsError, keys_of
+from gateway.settings import SECRETS, DeploymentSettings, Settings, SettingsError, keys_of
 
 LOCAL = "{backend: local, engine: default}"
 
@@ -245,6 +246,8 @@ def test_all_wrong_values_are_named_in_one_round(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as told:
         check_settings(path, {"SAMEWAY_WORKERS": "0", "SAMEWAY_REDIS_URI": "x"})
     first = "models.assistant.deployments"
+    *others, last = map(repr, get_args(DeploymentSettings.model_fields["backend"].annotation))
+    backends = f"{', '.join(others)} or {last}"
     lines = [
         f"{path}: secret: found in the file",
         "port: found 'eighty', expected integer",
@@ -254,7 +257,7 @@ def test_all_wrong_values_are_named_in_one_round(tmp_path: Path) -> None:
         "cache.ttl: found, but there is no such setting; did you mean ttl_s?",
         "engines.gpu.device: found 'tpu', expected 'auto', 'cpu' or 'cuda'",
         f"{first}.0.priority: found 'high', expected integer",
-        f"{first}.1.backend: found 'openia', expected 'local', 'openai', 'anthropic' or 'litellm'; did you mean openai?",
+        f"{first}.1.backend: found 'openia', expected {backends}; did you mean openai?",
         f"{first}.2: an openai deployment needs `base_url` and `model`",
         "models.other: found 5, expected a section",
         "SAMEWAY_REDIS_URI: found in the environment, but there is no such setting",

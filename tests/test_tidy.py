@@ -52,14 +52,14 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 4060, "gateway/access": 495, "gateway/accounts": 3326, "gateway/admin": 4655, "gateway/alerts": 384, "gateway/api": 4450,
+    "gateway": 4060, "gateway/access": 482, "gateway/accounts": 3326, "gateway/admin": 4655, "gateway/alerts": 384, "gateway/api": 4450,
     "gateway/backends": 3160, "gateway/batches": 1220, "gateway/deployments": 1930, "gateway/journey": 3820,
     "gateway/learning": 1550, "gateway/masking": 380, "gateway/reconcile": 610, "gateway/telemetry": 2240, "gateway/transport": 870,
     "gateway/wire": 2320, "cache": 1120, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1330,
-    "cache/semantic": 1710, "cache/verdicts": 610, "cache/worker": 600, "policies": 2460, "local_engine": 2200,
+    "cache/semantic": 1710, "cache/verdicts": 570, "cache/worker": 600, "policies": 2460, "local_engine": 2200,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,
-    "local_engine/speculation": 300, "local_engine/text": 874, "local_engine/weights": 680, "ipc": 460,
+    "local_engine/speculation": 300, "local_engine/text": 874, "local_engine/weights": 680, "ipc": 420,
 }
 # fmt: on
 # Questions that were answered: why this file is one although it is small and one other file imports it.
@@ -69,6 +69,7 @@ SMALL_FILES: dict[str, str] = {
     "cache/worker/judging.py": "the other half of the worker, without its socket",
     "gateway/worker.py": "a process",
     "gateway/child_output.py": "the supervisor knows no lines",
+    "gateway/api/spelling.py": "which names are near is no matter of what an answer was",
     "gateway/deployments/server_metrics.py": "others' names, by their kind and version",
     "ipc/logs.py": "no part of the calls",
     "local_engine/executors/torch.py": "one of three ways to run a step, each a module",
@@ -107,6 +108,16 @@ def sources() -> dict[str, ast.Module]:
 def nodes() -> dict[str, tuple[ast.AST, ...]]:
     """All nodes of every module of the product, by its path."""
     return {path: tuple(ast.walk(module)) for path, module in sources().items()}
+
+
+@cache
+def of_tests() -> dict[str, tuple[ast.AST, ...]]:
+    """All nodes of every module of the tests that these rules look at, by its path."""
+    kinds = (ast.ImportFrom, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef)
+    return {
+        str(path.relative_to(ROOT)): tuple(n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, kinds))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+    }
 
 
 @cache
@@ -151,8 +162,7 @@ def test_heavy_libraries_have_sole_importers(library: str, packages: list[str], 
     assert all(path.split("/")[0] in packages for path in importers)
 
 
-@pytest.mark.parametrize("package", [*LEAVES, "gateway.app"])
-def test_importing_is_light(package: str) -> None:
+def test_importing_is_light() -> None:
     """A gateway worker has no torch, no FAISS and no models: importing what it imports brings none of them."""
     heavy = [
         "numpy",
@@ -165,7 +175,7 @@ def test_importing_is_light(package: str) -> None:
         "litellm",
         "openai",
     ]
-    code = f"import sys, {package}; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, {', '.join(LEAVES)}, gateway.app; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -297,18 +307,23 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+def called(node: ast.Call) -> str:
+    """The last word of what a call calls."""
+    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
+
+
 def test_tests_leave_private_names_alone() -> None:
     """No test imports or patches a name with an underscore of the product: the seams are public."""
     private: list[str] = []
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, inside in of_tests().items():
+        for node in inside:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
-                private += [f"{path.relative_to(ROOT)}: {each.name}" for each in node.names if is_private(each.name)]
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "patch", "patch.object")):
+                private += [f"{path}: {each.name}" for each in node.names if is_private(each.name)]
+            if isinstance(node, ast.Call) and called(node) in ("setattr", "patch", "object"):
                 words = [
                     each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)
                 ]
-                private += [f"{path.relative_to(ROOT)}: {each}" for each in words if is_private(each.split(".")[-1])]
+                private += [f"{path}: {each}" for each in words if is_private(each.split(".")[-1])]
     assert private == []
 
 
@@ -425,7 +440,6 @@ NAME_PROVIDERS = {
     "gateway/cli.py": "a client's tool, in its help",
     "gateway/journey/turn.py": "who sends which header with a session",
     "gateway/deployments/catalog.py": "spellings of the table of prices",
-    "gateway/api/spelling.py": "what looks misspelt in a request",
     "gateway/reserved.py": "the fields that need the operator's word",
     "gateway/wire/plain.py": "the default of OpenAI's own API",
 }
@@ -479,9 +493,10 @@ def test_no_vague_names() -> None:
 def test_tests_say_what_they_show() -> None:
     """Every test has one sentence of docstring."""
     silent = [
-        f"{path.relative_to(ROOT)}:{node.name}"
-        for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        f"{path}:{node.name}"
+        for path, inside in of_tests().items()
+        if path.split("/")[-1].startswith("test_")
+        for node in inside
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.name.startswith("test_")
         and not ast.get_docstring(node)

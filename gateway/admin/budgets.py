@@ -27,7 +27,7 @@ from gateway.telemetry.summary import StatsWindow
 from gateway.wire.errors import Forbidden
 from policies import Budget
 from policies.holds import BudgetState
-from policies.pace import pace_of
+from policies.pace import Pace, pace_of
 from policies.windows import TEAM, Unit
 
 _LIMITS = {"limit_microusd": Unit.MONEY, "limit_tokens": Unit.TOKENS, "limit_requests": Unit.REQUESTS}
@@ -158,18 +158,21 @@ async def _definition(parts: WorkerParts, budget_id: int) -> Budget:
 
 
 async def _in_use(parts: WorkerParts, known: Sequence[Budget], *, is_paced: bool = True) -> list[models.BudgetOut]:
-    needed, days = holds(parts), dict[int, int]()
+    needed, days, made_ms = holds(parts), dict[int, int](), dict[int, int]()
     try:
         states: Sequence[BudgetState | None] = await parts.budgets.spent(known)
         if is_paced and any(map(_is_money, known)):
             by_team = (await parts.stats.query(StatsWindow.DAY)).by_team
             days = {team_id: tally.cost_microusd for team_id, tally in by_team.items()}
+            made_ms = {team.id: int(team.created_at_s * 1000) for team in await parts.accounts.list_teams()}
     except RedisError:
         states = [None] * len(known)
     at_ms = int(parts.clock() * 1000)
     return [
-        _out(budget, state, needed, at_ms, days.get(budget.team_id) if _is_money(budget) else None)
+        _out(budget, state, needed, at_ms, pace)
         for budget, state in zip(known, states, strict=True)
+        for day in [days.get(budget.team_id) if _is_money(budget) else None]
+        for pace in [Pace() if state is None else pace_of(state, at_ms, day, made_ms.get(budget.team_id, 0))]
     ]
 
 
@@ -196,7 +199,7 @@ def name_of(state: BudgetState) -> str | None:
 
 
 def _out(
-    budget: Budget, state: BudgetState | None, needed: Sequence[models.HoldOut], at_ms: int, last_day: int | None
+    budget: Budget, state: BudgetState | None, needed: Sequence[models.HoldOut], at_ms: int, pace: Pace
 ) -> models.BudgetOut:
     """A budget with its current use, as the API shows it."""
     is_money, limit = budget.unit is Unit.MONEY, budget.limit_at(at_ms)
@@ -211,7 +214,7 @@ def _out(
     }
     if state is None:
         return models.BudgetOut.of(budget, **terms)
-    pace, remaining = pace_of(state, at_ms, last_day), max(0, limit - state.spent - state.held)
+    remaining = max(0, limit - state.spent - state.held)
     end_ms = None if budget.rolling_s else state.window.end_ms
     money = {
         "spent_microusd": state.spent,

@@ -69,6 +69,7 @@ class Pages:
             values,
             path=request.url.path,
             query=request.query_params,
+            linked=lambda changes: with_query(request, changes),
             here=_here(request),
             base_url=str(request.base_url).rstrip("/"),
             version=self._version,

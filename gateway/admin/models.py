@@ -126,19 +126,6 @@ _Values = dict[str, Any]
 """A response by the names of its fields."""
 
 
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """OpenAI's error object."""
-
-    error: ErrorDetail
-
-
 # -- teams, keys, budgets
 
 

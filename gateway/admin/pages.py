@@ -7,7 +7,6 @@ its looks.
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import Annotated, Any, get_args
 from urllib.parse import urlencode
 
@@ -50,7 +49,7 @@ from gateway.wire.errors import NotFound
 
 _ROUTES_PER_PAGE = 30
 _LEDGER_PER_PAGE = 30
-_SUMS_PER_PAGE = 200
+_SUMS_SHOWN = 200
 _AUDIT_PER_PAGE = 100
 _PEOPLE_SHOWN = 200
 _TEAMS_PER_PAGE = 100
@@ -178,7 +177,6 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             request,
             "savings.html",
             savings=sums,
-            linked=partial(with_query, request),
             bars=waterfall(sums),
             chart=savings_chart(sums),
             team_id=team_id,
@@ -198,8 +196,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         by = query.get("by", "")
         if by in ("user", "tag", "region"):  # whose sums are kept by team and day alone
             where = replace(where, alias=None, deployment=None, tag=query.get("tag") or None if by == "tag" else None)
-        is_group, tag = by in GROUPS, where.tag
-        sums = await views.ledger_sums(parts, where, by, tag=tag, limit=_SUMS_PER_PAGE) if is_group else None
+        sums = await views.ledger_sums(parts, where, by, tag=where.tag, limit=_SUMS_SHOWN) if by in GROUPS else None
         page = await views.ledger(parts, where, cursor or None, _LEDGER_PER_PAGE)
         totals = await parts.ledger.totals([Group.DAY], where)
         return pages.render(
@@ -208,7 +205,6 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             rows=page["rows"],
             older=_older(request, page["cursor"]),
             by=by,
-            linked=partial(with_query, request),
             groups=GROUPS,
             sums=sums,
             days=_shown_days(parts, request, where),
@@ -255,9 +251,8 @@ def _shown_days(parts: AdminParts, request: Request, where: LedgerFilter) -> dic
 
 def _twin(where: LedgerFilter, **more: str | None) -> str:
     """The query of the API for the rows of a page."""
-    bounds = {"from_s": where.from_ms, "until_s": where.until_ms}
-    named = {"team_id": where.team_id, "model": where.alias, "deployment": where.deployment, **more}
-    named |= {name: bound // 1000 for name, bound in bounds.items() if bound is not None}
+    bounds = {"from_s": where.from_ms and where.from_ms // 1000, "until_s": where.until_ms and where.until_ms // 1000}
+    named = {"team_id": where.team_id, "model": where.alias, "deployment": where.deployment, **more, **bounds}
     return urlencode({name: value for name, value in named.items() if value not in (None, "")})
 
 

@@ -50,11 +50,8 @@ ROUTES_CURSOR = r"^([0-9]{1,19}-[0-9]{1,19})?$"  # an entry of a Redis stream; 2
 Whole = BeforeValidator(_digits)
 Id = Annotated[int, Field(ge=0, le=2**31 - 1), Whole]
 Limit = Annotated[int, Field(ge=1, le=500), Whole]
-Moment = Annotated[
-    float,
-    Field(ge=0, le=1e11, allow_inf_nan=False, description="unix seconds, or the start of a UTC day: 2026-11-28"),
-    BeforeValidator(_day_s),
-]
+_MOMENT = "unix seconds, or the start of a UTC day: 2026-11-28"
+Moment = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False, description=_MOMENT), BeforeValidator(_day_s)]
 Label = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f]*$")]
 # the views check these, with better words
 RoutesCursor = Annotated[str, Field(json_schema_extra={"pattern": ROUTES_CURSOR}, description="of an earlier page")]

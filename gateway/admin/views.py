@@ -232,8 +232,7 @@ async def ledger_rows(parts: WorkerParts, where: LedgerRows) -> AsyncIterator[di
         page = await ledger(parts, where, cursor, _LEDGER_PAGE)
         for row in page["rows"]:
             yield row
-        cursor = page["cursor"]
-        if cursor is None:
+        if (cursor := page["cursor"]) is None:
             return
 
 

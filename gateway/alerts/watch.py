@@ -30,6 +30,7 @@ from typing import Protocol
 
 import msgspec
 
+from gateway.accounts import Team
 from gateway.accounts.accounts import Accounts
 from gateway.alerts.webhook import DeliveryFailed
 from gateway.journey.budget_words import amount_words, subject_words
@@ -208,8 +209,8 @@ class AlertWatch:
         budgets = await self.accounts.list_budgets()
         if not budgets:
             return
-        names = {team.id: team.name for team in await self.accounts.list_teams()}
-        alerts = list(due(await self.budgets.states(budgets, at_ms), self.settings, names, at_ms))
+        teams = {team.id: team for team in await self.accounts.list_teams()}
+        alerts = list(due(await self.budgets.states(budgets, at_ms), self.settings, teams, at_ms))
         count_by_kind = Counter(alert.kind for alert in alerts)
         raised_before, self._known = self._known, {}
         for number, alert in enumerate(alerts):
@@ -278,7 +279,9 @@ class AlertWatch:
         return True
 
 
-def due(states: Sequence[BudgetState], settings: AlertSettings, teams: dict[int, str], at_ms: int) -> Iterator[Alert]:
+def due(
+    states: Sequence[BudgetState], settings: AlertSettings, teams: Mapping[int, Team], at_ms: int
+) -> Iterator[Alert]:
     """All alerts that hold at `at_ms`, unix milliseconds, also if raised before; low thresholds
     first.
     """
@@ -286,18 +289,20 @@ def due(states: Sequence[BudgetState], settings: AlertSettings, teams: dict[int,
         limit = state.budget.limit_at(at_ms)
         if state.spent <= 0:
             continue
+        team = teams.get(state.budget.team_id)
+        name, made_ms = (team.name, int(team.created_at_s * 1000)) if team else (str(state.budget.team_id), 0)
         for percent in sorted(settings.thresholds):
             if state.spent * 100 >= limit * percent:
-                yield _alert(state, limit, teams, at_ms, percent)
-        used_up_at_ms = pace_of(state, at_ms).used_up_at_ms
+                yield _alert(state, limit, name, at_ms, percent)
+        used_up_at_ms = pace_of(state, at_ms, team_made_ms=made_ms).used_up_at_ms
         if settings.is_projected and state.window.end_ms is not None and used_up_at_ms is not None:
-            yield _alert(state, limit, teams, at_ms, used_up_at_ms=used_up_at_ms)
+            yield _alert(state, limit, name, at_ms, used_up_at_ms=used_up_at_ms)
 
 
 def _alert(
     state: BudgetState,
     limit: int,
-    teams: dict[int, str],
+    team: str,
     at_ms: int,
     percent: int | None = None,
     used_up_at_ms: int | None = None,
@@ -305,7 +310,7 @@ def _alert(
     budget, window = state.budget, state.window
     is_rolling = budget.window is WindowKind.ROLLING
     threshold = _PROJECTED if percent is None else str(percent)
-    team, used_up_at = teams.get(budget.team_id, str(budget.team_id)), None
+    used_up_at = None
     spent = f"{amount_words(state.spent, budget.unit)} of {amount_words(limit, budget.unit)}"
     subject = f"The {window.kind.value} budget of team {team}{subject_words(state)}"
     text = f"{subject} has reached {percent}%: {spent}"

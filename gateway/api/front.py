@@ -306,9 +306,8 @@ def _bounded(body: Body, receive: Receive, bytes_max: int) -> Receive:
 
 
 def document(app: FastAPI, paths: Mapping[str, Any], schemas: Mapping[str, Any]) -> None:
-    """Add `paths` (OpenAPI 3.1 path items) and the `schemas` that they name to `app.openapi()`.
-
-    The schema ErrorBody, which they name, too, comes with the admin plane's routes.
+    """Add `paths` (OpenAPI 3.1 path items) to `app.openapi()`, and the `schemas` that they and the admin
+    plane's routes name.
     """
 
     def openapi() -> dict[str, Any]:

@@ -169,7 +169,9 @@ def _describe_messages(schemas: dict[str, Any]) -> None:
 
 _ERROR = _object("type", "message", type=_STRING, message=_STRING, details={"type": "object"})
 _MESSAGE_ERROR = _object("type", "error", "request_id", type={"const": "error"}, error=_ERROR, request_id=_STRING)
-SCHEMAS: dict[str, Any] = _schemas() | {"MessageError": _MESSAGE_ERROR}
+_OR_NULL = {"type": ["string", "null"]}
+_OPENAI = _object("message", "type", "param", "code", message=_STRING, type=_STRING, param=_OR_NULL, code=_OR_NULL)
+SCHEMAS: dict[str, Any] = _schemas() | {"ErrorBody": _object("error", error=_OPENAI), "MessageError": _MESSAGE_ERROR}
 
 
 def _body(shape: type) -> dict[str, Any]:

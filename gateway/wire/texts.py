@@ -7,6 +7,7 @@ replaced, wherever it stands; nothing else changes.
 
 import json
 import re
+from functools import lru_cache
 from typing import Any, Protocol
 
 from gateway.wire.errors import BadRequest
@@ -60,35 +61,37 @@ def swapped(body: Any, texts: dict[str, str]) -> Any:
     return walked(body, other)
 
 
-def walked(value: Any, visit: Visit, name: str = "", *, is_value: bool = False) -> Any:
+def walked(value: Any, visit: Visit, name: str = "", is_value: bool = False) -> Any:
     """`value`, the field `name`, as `visit` leaves its texts, and the keys and numbers that may be texts.
 
     It visits the fields of an object by their names, in one order. `is_value`: all in it is a call's. Raises
     RecursionError for a value that is too deep.
     """
     if isinstance(value, str):
-        return _visited(value, visit, name, is_value=is_value) if value else value
+        return _visited(value, visit, name, is_value) if value else value
     if isinstance(value, dict):
         is_value = is_value or name in _VALUES or name in _OBJECTS
         are_named = is_value or name == "properties"
-        fields = {
-            key: (
-                visit(key) if key and (are_named or not _FIELD.fullmatch(key)) else key,
-                walked(value[key], visit, key, is_value=is_value),
-            )
-            for key in sorted(value)
-        }
+        fields = {}
+        for key in sorted(value):
+            other = visit(key) if key and (are_named or not _is_field(key)) else key
+            fields[key] = other, walked(value[key], visit, key, is_value)
         return dict([fields[key] for key in value])
     if isinstance(value, list):
-        is_value = is_value or name in _VALUES
-        return [walked(item, visit, "" if name in _OBJECTS else name, is_value=is_value) for item in value]
+        is_value, name = is_value or name in _VALUES, "" if name in _OBJECTS else name
+        return [walked(item, visit, name, is_value) for item in value]
     if (is_value or name in _VALUES) and type(value) is int and value > _NUMBER_MIN:
         text = visit(str(value))
         return text if text != str(value) else value
     return value
 
 
-def _visited(text: str, visit: Visit, name: str, *, is_value: bool) -> str:
+@lru_cache(4096)
+def _is_field(key: str) -> bool:
+    return _FIELD.fullmatch(key) is not None
+
+
+def _visited(text: str, visit: Visit, name: str, is_value: bool) -> str:
     if name in _ENCODED and (not is_value or len(text) > _ENCODED_MIN) and _BASE64.fullmatch(text):
         return text
     if is_value:
@@ -100,7 +103,7 @@ def _visited(text: str, visit: Visit, name: str, *, is_value: bool) -> str:
             fields = decode_strictly(text.encode())
         except (BadRequest, UnicodeEncodeError):  # a model wrote it
             return visit(text)
-        other = walked(fields, visit, is_value=True)
+        other = walked(fields, visit, "", True)
         return text if other == fields else json.dumps(other, ensure_ascii=False)
     return visit(text)
 

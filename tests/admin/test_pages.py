@@ -11,9 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+import sqlalchemy as sa
 from redis.asyncio import Redis
 
-from gateway.accounts import HitsRow
+from gateway.accounts import HitsRow, schema
 from gateway.accounts.conversations import Conversation
 from gateway.accounts.holdings import ROW_BYTES
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
@@ -283,6 +284,9 @@ async def test_a_teams_budget_is_projected_at_the_last_days_rate(world: World, b
     await world.spend(team_id, 6_000_000)
     world.stats.add(miss(at_s=NOW_S, team_id=team_id, cost_microusd=2_000_000))
     await world.stats.flush()
+    (young,) = (await browser.get("/admin/api/budgets")).json()["budgets"]
+    assert young["per_day"] is None
+    await world.accounts.database.write(sa.update(schema.teams).values(created_at_s=NOW_S - 86_400))
     (budget,) = (await browser.get("/admin/api/budgets")).json()["budgets"]
     assert budget["per_day"] == 2_000_000
     days_left = (budget["resets_at_s"] - NOW_S) / 86_400

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from local_engine.config import EngineConfig
-from local_engine.engine import Engine
 from local_engine.kernels import cpu
 from local_engine.messages import SamplingParams
 from local_engine.speculation.timing import Line, StepTiming
-from tests.engine.checkpoints import make_checkpoint
+
+if TYPE_CHECKING:
+    from local_engine.engine import Engine
 
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_blocks": 128, "block_tokens": 4}
 
@@ -22,6 +23,7 @@ SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "kv_
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a random checkpoint by family."""
+    from tests.engine.checkpoints import make_checkpoint  # it imports torch, which `quick` does without
 
     @cache
     def make(family: str) -> Path:
@@ -44,6 +46,7 @@ def kernels() -> cpu.Kernels:
 @pytest.fixture(scope="session")
 def make_engine(checkpoint: Callable[[str], Path]) -> Callable[..., Engine]:
     """An engine on a random checkpoint; keywords override the small defaults."""
+    from local_engine.engine import Engine
 
     def make(family: str = "llama", *, is_overlapped: bool | None = None, **overrides: Any) -> Engine:
         config = EngineConfig(model=str(checkpoint(family)), **{**SMALL, **overrides})

@@ -5,26 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import pytest
-from anthropic.types import ModelInfo
-from pydantic import BaseModel
 
 from gateway.backends.base import BackendUnfit
 from gateway.backends.refusals import error_body
 from gateway.journey.turn import arrive, read_turn
 from gateway.wire import types
-from tests.world import KEY, Load, World
-
-
-class _Page(BaseModel):
-    """A page of Anthropic's list."""
-
-    data: list[ModelInfo]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-
+from tests.world import Load, World
 
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
@@ -91,34 +78,6 @@ async def test_a_schema_that_the_engine_does_not_hold_goes_on(world: World) -> N
     world.backends["own"].plays(BackendUnfit(message, status=400, body=body))
     reply = await world.ask(model="able", response_format=SCHEMA)
     assert (reply.status, reply.headers["x-sameway-backend"]) == (200, "managed")
-
-
-async def test_models_have_anthropics_shape_for_its_clients(world: World) -> None:
-    """In pages of a size, forwards and backwards, each once; an unknown model is an error of that shape."""
-    headers = {"x-api-key": KEY, "anthropic-version": "2023-06-01"}
-    names = [one.id for one in (await world.client().models.list()).data]
-    async with httpx.AsyncClient(transport=world.front(), base_url="http://world/v1", headers=headers) as http:
-
-        async def page(**query: Any) -> _Page:
-            return _Page.model_validate((await http.get("/models", params=query)).json())
-
-        found, last = list[str](), await page(limit=7)
-        while last.has_more:
-            found += [one.id for one in last.data]
-            last = await page(limit=7, after_id=last.last_id)
-        assert found + [one.id for one in last.data] == names
-        before = await page(before_id=names[9], limit=4)
-        assert ([one.id for one in before.data], before.has_more) == (names[5:9], True)
-        assert (before.first_id, before.last_id) == (names[5], names[8])
-        one = ModelInfo.model_validate((await http.get(f"/models/{names[0]}")).json())
-        assert (one.type, one.display_name, one.created_at.timestamp()) == ("model", names[0], 0)
-        for path, kind in (
-            ("/models/unknown", "not_found_error"),
-            ("/models?limit=0", "invalid_request_error"),
-            ("/models?limit=1001", "invalid_request_error"),
-            ("/models?after_id=unknown", "invalid_request_error"),
-        ):
-            assert (await http.get(path)).json()["error"]["type"] == kind
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
+from anthropic.types import ModelInfo
+from pydantic import BaseModel
 
 from gateway.backends.anthropic.request import to_message
 from gateway.backends.base import BackendRejected, BackendRequest, BackendUnfit
@@ -27,7 +30,7 @@ from gateway.settings import CAPABILITIES, DeploymentSettings
 from gateway.wire.types import Chunk, opened
 from tests.journey.conftest import OpenWorld
 from tests.surfaces import BACKENDS, FEATURES, QUESTION, Feature, Idle, Own, Refused
-from tests.world import TOO_DEEP, Finish, Reply, Tokens, World, deployment
+from tests.world import KEY, TOO_DEEP, Finish, Reply, Tokens, World, deployment
 
 PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
 _USER = [{"role": "user", "content": QUESTION}]
@@ -508,3 +511,40 @@ async def test_a_prompt_beyond_the_context_is_told_in_the_words_of_each_surface(
     assert "50 tokens" in reply.error["message"]
     assert reply.error["type"] == "invalid_request_error"
     assert surface == "messages" or reply.error["code"] == "context_length_exceeded"
+
+
+class _Page(BaseModel):
+    """A page of Anthropic's list."""
+
+    data: list[ModelInfo]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+async def test_models_have_anthropics_shape_for_its_clients(world: World) -> None:
+    """In pages of a size, forwards and backwards, each once; an unknown model is an error of that shape."""
+    headers = {"x-api-key": KEY, "anthropic-version": "2023-06-01"}
+    names = [one.id for one in (await world.client().models.list()).data]
+    async with httpx.AsyncClient(transport=world.front(), base_url="http://world/v1", headers=headers) as http:
+
+        async def page(**query: Any) -> _Page:
+            return _Page.model_validate((await http.get("/models", params=query)).json())
+
+        found, last = list[str](), await page(limit=7)
+        while last.has_more:
+            found += [one.id for one in last.data]
+            last = await page(limit=7, after_id=last.last_id)
+        assert found + [one.id for one in last.data] == names
+        before = await page(before_id=names[9], limit=4)
+        assert ([one.id for one in before.data], before.has_more) == (names[5:9], True)
+        assert (before.first_id, before.last_id) == (names[5], names[8])
+        one = ModelInfo.model_validate((await http.get(f"/models/{names[0]}")).json())
+        assert (one.type, one.display_name, one.created_at.timestamp()) == ("model", names[0], 0)
+        for path, kind in (
+            ("/models/unknown", "not_found_error"),
+            ("/models?limit=0", "invalid_request_error"),
+            ("/models?limit=1001", "invalid_request_error"),
+            ("/models?after_id=unknown", "invalid_request_error"),
+        ):
+            assert (await http.get(path)).json()["error"]["type"] == kind

@@ -238,7 +238,8 @@ async def test_the_pace_of_a_budget(budgets: Budgets, clock: Clock) -> None:
 
 
 async def test_the_last_day_paces_a_longer_window(budgets: Budgets, clock: Clock) -> None:
-    """A month's budget that was hardly used until yesterday ends at yesterday's rate."""
+    """A month's budget that was hardly used until yesterday ends at yesterday's rate; of a team that was made since, at the
+    rate since then."""
     budget = Budget(2, 7, WindowKind.MONTH, 1000)
     await spend(budgets, "a", Need(500), budget)
     (state,) = await budgets.spent([budget])
@@ -247,6 +248,9 @@ async def test_the_last_day_paces_a_longer_window(budgets: Budgets, clock: Clock
     pace = pace_of(state, clock.ms(), last_day=250)
     assert (pace.per_day, pace.projected) == (250, pytest.approx(500 + 250 * days_left))
     assert pace.used_up_at_ms == clock.ms() + 2 * 86_400_000
+    assert pace_of(state, clock.ms(), 250, team_made_ms=clock.ms() - 6 * 3_600_000).per_day == 1000
+    assert pace_of(state, clock.ms(), 250, team_made_ms=clock.ms() - 180_000).per_day is None
+    assert pace_of(state, clock.ms(), team_made_ms=clock.ms() - 86_400_000).per_day == 500
 
 
 def test_counts_of_teams_are_not_those_of_others() -> None:
