@@ -125,11 +125,11 @@ class Database:
         async with self.writing() as connection:  # SQLite has one writer; PostgreSQL needs the lock
             if not self.is_sqlite:
                 await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
-            found = await _version(connection)
-            if found != schema.VERSION:
-                await connection.run_sync(functools.partial(_upgrade, found) if found else create_tables)
+            version = await _version(connection)
+            if version != schema.VERSION:
+                await connection.run_sync(functools.partial(_upgrade, version) if version else create_tables)
                 if await _version(connection) != schema.VERSION:  # Alembic takes the start of a revision for it
-                    raise SchemaUnknown(_of_another(found, _NO_RELEASE))
+                    raise SchemaUnknown(_of_another(version, _NO_RELEASE))
 
     @uncancelled
     async def check(self) -> None:

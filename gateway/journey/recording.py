@@ -106,9 +106,6 @@ def record_of(
     )
 
 
-_BYTES_MAX = 1 << 20  # which take 10 ms
-
-
 def _without_quotes(record: Record, turn: Turn) -> Record:
     """`record` without what servers said in the request's own words: records have no texts."""
     attempts, ended = record.answer.attempts, record.ended
@@ -116,7 +113,7 @@ def _without_quotes(record: Record, turn: Turn) -> Record:
     if not refusal and all(attempt.verdict in ("ok", "cancelled") for attempt in attempts):
         return record
     texts = [refusal, *[attempt.outcome for attempt in attempts if attempt.verdict not in ("ok", "cancelled")]]
-    if turn.demand.prompt_tokens_max <= _BYTES_MAX:
+    if turn.demand.prompt_tokens_max <= 1 << 20:  # bytes, which take 10 ms
         with suppress(BadRequest):  # too deep, or too long, to be read here: all words may quote it
             texts = [*texts_in([turn.body, None if turn.native is None else msgspec.json.decode(turn.native.raw)])]
     attempts = tuple([replace(attempt, outcome=without_quotes(attempt.outcome, texts)) for attempt in attempts])

@@ -82,9 +82,8 @@ def walked(value: Any, visit: Visit, name: str = "", is_value: bool = False) -> 
         items = [(_visited if type(item) is str else walked)(item, visit, name, is_value) for item in value]
         return value if all(map(is_, items, value)) else items
     if (is_value or name in _VALUES) and kind is int and value > _NUMBER_MIN:
-        text = str(value)
-        other = visit(text)
-        return value if other is None or other == text else other
+        other = visit(text := str(value))
+        return value if other in (None, text) else other
     return value
 
 
@@ -94,9 +93,8 @@ def _is_field(key: str) -> bool:
 
 
 def _visited(text: str, visit: Visit, name: str, is_value: bool) -> str:
-    if not text:
-        return text
-    if name in _ENCODED and (not is_value or len(text) > _ENCODED_MIN) and _BASE64.fullmatch(text):
+    is_encoded = name in _ENCODED and (not is_value or len(text) > _ENCODED_MIN) and _BASE64.fullmatch(text)
+    if not text or is_encoded:
         return text
     other = None
     if is_value:
