@@ -600,7 +600,7 @@ class _Learner:
             self.checks.hit(generation, Compared(record, trial, semantic.entry, semantic.verified_by))
 
 
-@dataclass
+@dataclass(repr=False)  # a task that returns one is written out at its end, settings and all
 class World:
     """One worker's heart, and the knobs a test turns."""
 

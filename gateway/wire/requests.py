@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
@@ -302,7 +303,7 @@ def convert(body: dict[str, Any], shape: type[Any], prefix: str = "", *, is_stri
         param = (prefix + path.rstrip("`")).lstrip(".") or None
         values = ""
         if problem.startswith(_ONE_OF):
-            values = ", ".join(_allowed(msgspec.inspect.type_info(shape), _PATH_PARTS.findall(path)))
+            values = ", ".join(_allowed(_type_of(shape), _PATH_PARTS.findall(path)))
         if problem.startswith(_ABOUT_FIELDS):
             param = ".".join(part for part in (param, problem.split("`")[1]) if part)
             message, code = f"Missing required field: {param}", "missing_required_parameter"
@@ -328,6 +329,7 @@ def _has_whole_number(body: Any, failure: msgspec.ValidationError) -> bool:
 _ABOUT_FIELDS = ("Object missing required field", _UNKNOWN := "Object contains unknown field")
 _ONE_OF = (_UNKNOWN, "Invalid enum value '", "Invalid value '")  # the last: of a field that tells structs apart
 _QUOTE = "'"
+_type_of = cache(msgspec.inspect.type_info)  # of the few shapes there are; each call leaves a cycle
 _PATH_PARTS = re.compile(r"\w+|\[\.{3}\]")  # `[...]` is any item
 
 

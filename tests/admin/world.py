@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import jinja2
 from fastapi import FastAPI
 from redis.asyncio import Redis
 
@@ -132,7 +134,7 @@ REMOTE = LOCAL.model_copy(
 )
 
 
-@dataclass
+@dataclass(repr=False)  # a task that returns one is written out at its end, settings and all
 class World:
     """The parts, and the knobs a test turns."""
 
@@ -225,6 +227,23 @@ def _migrated() -> Path:
     return path
 
 
+class _CompiledOnce(jinja2.BytecodeCache):
+    """The code of each template, in memory: compiling them takes longer than most tests."""
+
+    def __init__(self) -> None:
+        self._codes: dict[str, bytes] = {}
+
+    def load_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
+        if bucket.key in self._codes:
+            bucket.bytecode_from_string(self._codes[bucket.key])
+
+    def dump_bytecode(self, bucket: jinja2.bccache.Bucket) -> None:
+        self._codes[bucket.key] = bucket.bytecode_to_string()
+
+
+_ENVIRONMENT = functools.partial(jinja2.Environment, bytecode_cache=_CompiledOnce())
+
+
 @asynccontextmanager
 async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterator[World]:
     """Everything, opened, with `changes` of the settings; the cache worker's stand-in listens in `folder`."""
@@ -300,7 +319,8 @@ async def open_world(redis: Redis, folder: Path, **changes: Any) -> AsyncIterato
     await accounts.open()
     world.session = await guard.new_session()
     world.app.state.parts, world.app.state.settings, world.app.state.routes = admin, admin.settings, {}
-    world.app.router.routes.extend([*api_routes(), *page_routes(admin)])
+    with patch("jinja2.Environment", _ENVIRONMENT):
+        world.app.router.routes.extend([*api_routes(), *page_routes(admin)])
     while not semantic.status.is_ready:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     try:

@@ -170,6 +170,7 @@ def test_a_form_reaches_the_upstream_as_it_came(client: OpenAI, upstream_process
     sent = upstream_process.seen().requests[-1]
     assert sent["body"] == {
         "model": "mock", "language": "fr", "temperature": "0.2", "timestamp_granularities[]": ["word", "segment"],
+        "filename": "no %22way%22%0D%0AX-Evil: 1.wav",
     }  # fmt: skip
     assert "x-evil" not in sent["headers"]
     assert API_KEY not in str(sent["headers"])

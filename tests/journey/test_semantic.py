@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cache.query import ERROR_MAX
 from gateway.learning.checks import check_share
 from gateway.settings import CacheSettings
 from tests.journey.conftest import OpenWorld
@@ -160,7 +161,7 @@ async def test_the_strictest_error_bound_is_asked_for(world: World) -> None:
     await world.ask("two", key=team.key)
     await world.ask("three", key=team.key, cache={"error_max": 0.001})
     await world.ask("four", key=team.key, cache={"error_max": 0.5})
-    assert [one.error_max for one in world.semantic.asked] == [0.01, 0.005, 0.001, 0.005]
+    assert [one.error_max for one in world.semantic.asked] == [ERROR_MAX, 0.005, 0.001, 0.005]
 
 
 async def test_the_nearest_prompt_is_kept_only_where_prompts_may_be_logged(

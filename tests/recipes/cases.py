@@ -231,6 +231,7 @@ CASES: dict[str, Case] = {
                 before('    ("/admin/batches", "Batches"', '    ("/admin/hello", "Hello", "hello"),\n'),
             ),
             "tests/admin/world.py": (before('    "/batches",\n', '    "/hello",\n'),),
+            "tests/admin/test_access.py": (after('_MACHINE = "', "hello "),),
         },
         tests=("tests/admin/test_pages.py", "tests/admin/test_access.py", "tests/admin/test_api.py"),
     ),
