@@ -6,7 +6,7 @@ through unchanged.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from operator import attrgetter
@@ -329,7 +329,7 @@ def _has_whole_number(body: Any, failure: msgspec.ValidationError) -> bool:
 _ABOUT_FIELDS = ("Object missing required field", _UNKNOWN := "Object contains unknown field")
 _ONE_OF = (_UNKNOWN, "Invalid enum value '", "Invalid value '")  # the last: of a field that tells structs apart
 _QUOTE = "'"
-_type_of = cache(msgspec.inspect.type_info)  # of the few shapes there are; each call leaves a cycle
+_type_of: Callable[[Any], Any] = cache(msgspec.inspect.type_info)  # of few shapes; each call leaves a cycle
 _PATH_PARTS = re.compile(r"\w+|\[\.{3}\]")  # `[...]` is any item
 
 

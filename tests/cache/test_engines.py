@@ -176,7 +176,8 @@ async def has_indexed(redis: RedisLink) -> None:
     """Until the engine has all that the log has."""
     async with asyncio.timeout(20):
         while True:
-            groups = await redis.execute_command("XINFO", "GROUPS", "sameway:cache:log")
+            has_log = await redis.execute_command("EXISTS", "sameway:cache:log")  # the host's first read makes it
+            groups = await redis.execute_command("XINFO", "GROUPS", "sameway:cache:log") if has_log else ()
             last = await redis.execute_command("XREVRANGE", "sameway:cache:log", "+", "-", "COUNT", 1)
             if groups and not groups[0][b"pending"] and (not last or groups[0][b"last-delivered-id"] == last[0][0]):
                 return
