@@ -50,6 +50,10 @@ class Exam:
         )
 
     @property
+    def is_failed(self) -> bool:
+        return self.is_over and not self.is_passed
+
+    @property
     def counts(self) -> bool:
         """Whether the verifier's word counts."""
         return self.is_passed or (self._is_named and not self.is_over)

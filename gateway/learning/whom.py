@@ -1,5 +1,5 @@
 """Whom the gateway asks about an alias's answers: the alias that is named, or with `auto` the
-cheapest deployment of the alias's own that can chat.
+cheapest deployment of the alias's own that can chat and has not failed its exam.
 
 Knows no questions. Invariants: a question would delay no client's request, as far as this worker
 sees; those who are asked have breakers, estimates and slots of their own, and no fallbacks: no
@@ -75,7 +75,8 @@ class Whom:
         if not able:
             self._warn(target, is_auto=is_auto)
             return None
-        chosen = able[:1] if is_auto else able
+        unfailed = [d for d in able if (exam := self.exams.get(d.name)) is None or not exam.is_failed]
+        chosen = (unfailed or able)[:1] if is_auto else able
         name = chosen[0].name if is_auto else target.name
         exam = self.exams.setdefault(name, Exam(self._random, is_named=not is_auto))
         has_odds = all("logprobs" in one.capabilities for one in chosen)

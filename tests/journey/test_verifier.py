@@ -425,6 +425,27 @@ async def test_an_automatic_verifier_is_examined_first(open_a_world: Any) -> Non
     assert (await world.ask(THIRD, max_tokens=60)).cache == "semantic"
 
 
+async def test_an_automatic_verifier_that_fails_gives_way(open_a_world: Any) -> None:
+    """A model that is cheap and cannot read keeps no other from being asked: the next one sits the exam."""
+    deployments = [
+        deployment(name, usd=(usd, usd), output_tokens_max=50) for name, usd in (("tiny", 0.01), ("reader", 0.1))
+    ]
+    models = {"mock": {"policy": "cheapest", "deployments": [deployment("large", usd=(100, 100)), *deployments]}}
+    world = await open_a_world(models=models, cache={"verifier": "auto"})
+    await stored(world, max_tokens=60)
+    says(world, "1")
+    await world.ask(SECOND, max_tokens=60)
+    exams = world.verifiers.whom.exams
+    assert list(exams) == ["tiny"]
+    for _ in range(12):
+        exams["tiny"].take(0, is_right=False)
+    assert (await world.ask(THIRD, max_tokens=60)).cache == "miss"
+    await world.quiet()
+    for _ in range(12):
+        exams["reader"].take(-1, is_right=False)
+    assert (await world.ask("the last wording", max_tokens=60)).cache == "semantic"
+
+
 @pytest.mark.parametrize(("word", "counts"), [("1", True), ("0", False), ("?", False)])
 async def test_a_named_verifier_counts_until_it_fails(world: World, word: str, counts: bool) -> None:
     """One that says no to a prompt's own answer, or nothing that can be read, is not heard any more."""
