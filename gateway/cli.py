@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway import console, login
-from gateway.config_file import WITHOUT_VERIFIER, check_settings, load_settings, notes, unverified
+from gateway.config_file import WITHOUT_VERIFIER, check_settings, lacks_verifier, load_settings, notes
 from gateway.settings import Settings, SettingsError, deployment_name
 from gateway.version import VERSION, build
 
@@ -240,8 +240,8 @@ def _check_config(arguments: argparse.Namespace) -> int:
     for verifier in chosen:
         if verifier.deployment:
             print(f"verifier of {verifier.line}")
-    if aliases := unverified(settings):
-        print(f"verifier of {', '.join(aliases)}: none; {WITHOUT_VERIFIER}")
+    if lacks_verifier(settings):
+        print(f"verifier: {WITHOUT_VERIFIER}")
     for name, facts in described.items() if arguments.explain else ():
         print(f"dialect of {name}:", *facts.dialect.lines(), sep="\n  ")
     counts = _count(len(settings.models), "model"), _count(len(settings.engines_used), "local engine")

@@ -33,7 +33,7 @@ from gateway.settings import (
 )
 
 WITHOUT_VERIFIER = (
-    "rephrased questions are hits only by what was learned; `cache.verifier: auto` asks a model, where that pays"
+    "none: rephrased questions are hits only by what was learned; `cache.verifier: auto` asks a model, where that pays"
 )
 _VERSION = re.compile(r"/v\d|/openai\b", re.IGNORECASE)  # in the paths of base URLs
 # words of other price lists, for hints
@@ -136,15 +136,16 @@ def notes(settings: Settings) -> list[str]:
     return noted
 
 
-def unverified(settings: Settings) -> list[str]:
-    """The aliases with a model behind an address that are looked up by meaning and name no verifier."""
-    models = settings.models.items() if settings.cache.is_semantic else ()
-    return [
-        alias
-        for alias, model in models
-        if model.is_semantic and settings.verification(alias)[1] is None
-        if any(deployment.engine is None for deployment in model.deployments)
-    ]
+def lacks_verifier(settings: Settings) -> bool:
+    """Whether answers of a model behind an address are looked up by meaning, and no verifier is named anywhere."""
+    return (
+        settings.cache.is_semantic
+        and not any(settings.verification(alias)[1] for alias in settings.models)
+        and any(
+            model.is_semantic and any(deployment.engine is None for deployment in model.deployments)
+            for model in settings.models.values()
+        )
+    )
 
 
 def _deployments(settings: Settings) -> Iterator[tuple[str, DeploymentSettings]]:

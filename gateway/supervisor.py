@@ -33,7 +33,7 @@ import msgspec
 from cache.worker.options import WorkerOptions
 from gateway import control
 from gateway.child_output import ChildOutput
-from gateway.config_file import WITHOUT_VERIFIER, unverified, with_models
+from gateway.config_file import WITHOUT_VERIFIER, lacks_verifier, with_models
 from gateway.data_dir import write_secret
 from gateway.extras import lacks
 from gateway.loggers import get_logger
@@ -433,8 +433,8 @@ class Supervisor:
             print(f"  cache      by the same words alone; by meaning: {remedy}", flush=True)
         for line in self._verifiers():
             print(f"  verifier   {line}", flush=True)
-        if unverified(self.settings):
-            print(f"  verifier   not named for each model: {WITHOUT_VERIFIER}", flush=True)
+        if lacks_verifier(self.settings):
+            print(f"  verifier   {WITHOUT_VERIFIER}", flush=True)
         print(f"  admin key  in {self.settings.data_dir / 'admin.key'} unless SAMEWAY_ADMIN_KEY is set", flush=True)
 
     def _verifiers(self) -> list[str]:

@@ -125,9 +125,11 @@ class Database:
         async with self.writing() as connection:  # SQLite has one writer; PostgreSQL needs the lock
             if not self.is_sqlite:
                 await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
-            found = await _version(connection)
-            if found != schema.VERSION:
-                await connection.run_sync(functools.partial(_upgrade, found) if found else create_tables)
+            version = await _version(connection)
+            if version != schema.VERSION:
+                await connection.run_sync(functools.partial(_upgrade, version) if version else create_tables)
+                if await _version(connection) != schema.VERSION:  # Alembic takes the start of a revision for it
+                    raise SchemaUnknown(_of_another(version, _NO_RELEASE))
 
     @uncancelled
     async def check(self) -> None:
@@ -137,7 +139,7 @@ class Database:
         async with self.reading() as connection:
             found = await _version(connection)
         if found != schema.VERSION:
-            raise SchemaUnknown(_of_another(found, "`sameway serve` of this version migrates them"))
+            raise SchemaUnknown(_of_another(found, "`sameway serve` of this version makes or migrates them"))
 
     @uncancelled
     async def close(self) -> None:
@@ -400,11 +402,14 @@ def create_tables(connection: sa.Connection) -> None:
     connection.execute(version.insert().values(version_num=schema.VERSION))
 
 
+_NO_RELEASE = "no release had them: `sameway backup` of the version that made them, then `sameway restore` of this one"
+
+
 def _of_another(version: str | None, remedy: str) -> str:
     """That the tables are not of this version, and what to do; `remedy` is for those of an earlier one."""
-    if str(version) > schema.VERSION:
+    if (version or "") > schema.VERSION:
         remedy = "start that later version, or restore the backup from before it"
-    return f"its tables are of schema {version}, and this version of Sameway has {schema.VERSION}: {remedy}"
+    return f"its tables are of schema {version or 'none'}, and this version of Sameway has {schema.VERSION}: {remedy}"
 
 
 def _upgrade(version: str, connection: sa.Connection) -> None:
@@ -419,4 +424,4 @@ def _upgrade(version: str, connection: sa.Connection) -> None:
     try:
         command.upgrade(config, "head")
     except CommandError as error:
-        raise SchemaUnknown(_of_another(version, "no release had them: begin with an empty database")) from error
+        raise SchemaUnknown(_of_another(version, _NO_RELEASE)) from error

@@ -265,8 +265,10 @@ ledger_rollups = _table(
 ledger_hits = _table(
     "ledger_hits",
     *_key(id=sa.Text, at_ms=sa.BigInteger),
-    *_columns(sa.Integer, "team_id", "key_id"),
-    *_columns(sa.Text, "alias", "source", "user", "tags", "session"),
+    sa.Column("team_id", sa.Integer, nullable=False),
+    sa.Column("key_id", sa.Integer, nullable=False, server_default="0"),
+    *_columns(sa.Text, "alias", "source"),
+    *_columns(sa.Text, "user", "tags", "session", default=""),
     *_columns(sa.BigInteger, "requests", "unknown", "baseline_microusd"),
     sa.Index(None, "at_ms"),
     postgresql_partition_by="RANGE (at_ms)",

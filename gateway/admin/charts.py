@@ -193,7 +193,7 @@ def _note(stats: StatsOut, index: int, *lines: str) -> str:
 
 def _names(stats: StatsOut) -> list[str]:
     """The labels of the x axis: clock times within a day, else dates; the last step is now."""
-    pattern = "%H:%M" if stats.window in (StatsWindow.HOUR, StatsWindow.DAY) else "%d %b"
+    pattern = "%H:%M UTC" if stats.window in (StatsWindow.HOUR, StatsWindow.DAY) else "%d %b"
     return [*(datetime.fromtimestamp(point.start_s, UTC).strftime(pattern) for point in stats.series[:-1]), "now"]
 
 

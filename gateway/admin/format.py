@@ -6,6 +6,7 @@ Each function is a filter of the templates. No HTML but the <time> element of `a
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -116,7 +117,7 @@ def changes(text: str) -> list[tuple[str, str | None, str | None]]:
     """The change of a row of the audit log: each field's name in words, and its values before and after in the unit
     that the field's name ends in; None: there is none. What is new and says nothing is left out.
     """
-    pairs = json.loads(text or "{}").items()
+    pairs = [pair for pair in json.loads(text or "{}").items() if pair[0] not in ("id", "team_id")]  # which the row has
     return [_change(name, old, new) for name, (old, new) in pairs if old is not None or new or _says(name, new)]
 
 
@@ -158,9 +159,20 @@ _MICROUSD = re.compile(r"(\d+) µUSD")
 _MS = re.compile(r"(?<![\d.])(\d+) ms\b")
 
 
+_ERRNO = re.compile(
+    r"(?:\w+Error: )*(?:Redis is away: no connection: )?\[Errno (-?\d+)\] (?:Connect call failed \('(.+?)'(?:, (\d+))?.*?\))?"
+)
+
+
 def in_units(text: str) -> str:
-    """The router's words, with µUSD as dollars and ms as durations."""
+    """A part's own words for people: µUSD as dollars, ms as durations, an errno by its name."""
+    text = _ERRNO.sub(_named_errno, text)
     return _MS.sub(lambda time: ms(int(time[1])), _MICROUSD.sub(lambda amount: usd(int(amount[1])), text))
+
+
+def _named_errno(refused: re.Match[str]) -> str:
+    number, host, port = refused.groups()
+    return f"{os.strerror(int(number)).lower()} by {host}{(port and f':{port}') or ''}" if host else ""
 
 
 def utc(at_s: float) -> str:
@@ -170,17 +182,13 @@ def utc(at_s: float) -> str:
 
 def moment(at_s: float) -> Markup:
     """A date and time in UTC for a column that says so."""
-    at = datetime.fromtimestamp(at_s, UTC)
-    return Markup('<time datetime="{}" title="{}">{}</time>').format(
-        at.isoformat(), utc(at_s), f"{at:%Y-%m-%d %H:%M:%S}"
-    )
+    return _time(at_s, f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M:%S}")
 
 
 def clock(at_s: float, now_s: float) -> Markup:
     """The time of day in UTC, or of another day the date and the minute."""
-    at = datetime.fromtimestamp(at_s, UTC)
-    text = f"{at:%H:%M:%S}" if at.date() == datetime.fromtimestamp(now_s, UTC).date() else f"{at:%d %b %H:%M}"
-    return Markup('<time datetime="{}" title="{}">{}</time>').format(at.isoformat(), utc(at_s), text)
+    at, now = datetime.fromtimestamp(at_s, UTC), datetime.fromtimestamp(now_s, UTC)
+    return _time(at_s, f"{at:%H:%M:%S}" if at.date() == now.date() else f"{at:%d %b %H:%M}")
 
 
 def ago(at_s: float | None, now_s: float) -> Markup | str:
@@ -189,7 +197,9 @@ def ago(at_s: float | None, now_s: float) -> Markup | str:
         return "never"
     distance = now_s - at_s
     text = f"{duration_s(int(distance), 1)} ago" if distance > 0 else f"in {duration_s(-distance)}"
-    if abs(distance) < 1:
-        text = "now"
-    moment = datetime.fromtimestamp(at_s, UTC)
-    return Markup('<time datetime="{}" title="{}">{}</time>').format(moment.isoformat(), utc(at_s), text)
+    return _time(at_s, "now" if abs(distance) < 1 else text)
+
+
+def _time(at_s: float, text: str) -> Markup:
+    at = datetime.fromtimestamp(at_s, UTC).isoformat()
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(at, utc(at_s), text)

@@ -145,7 +145,7 @@ def _noted(result: Any) -> str:
 def _back(fields: Mapping[str, str]) -> str:
     """The page that sent the form."""
     back = fields.get("back", "")
-    return back if is_own_path(back) and "?" not in back else "/admin/cache"
+    return back if is_own_path(back) and "?" not in back else "/admin/quality"
 
 
 # -- the values of a model, from the fields of its form
@@ -413,8 +413,8 @@ FORMS = (
     _Form("/answer", cache_views.answer, "", "answer", read=_hidden("id"), refusals=(), shows="answer"),
     # a dry run first, whose page has a button that repeats the selection for real
     _Form("/cache/purge", cache_views.purge, "", "cache", "purge", read=_purge, refusals=_OF_CACHE, shows="purge"),
-    _Form("/cache/certificate", cache_views.certify, "/admin/cache?done=certified"),
-    _Form("/cache/clear", cache_views.clear, "/admin/cache?done=cleared"),
+    _Form("/cache/certificate", cache_views.certify, "/admin/quality?done=certified"),
+    _Form("/cache/clear", cache_views.clear, "/admin/quality?done=cleared"),
     _Form("/cache/report", cache_views.feedback, "{back}?done={done}", read=_hidden("id", "verdict")),
     _Form("/cache/try", cache_views.try_prompt, "", "cache", "try", refusals=_OF_CACHE, shows="tried"),
 )  # fmt: skip

@@ -148,6 +148,7 @@ _PAGES = (
     ("/admin/teams", "Teams", "teams"),
     ("/admin/savings", "Savings", "savings"),
     ("/admin/cache", "Cache", "cache"),
+    ("/admin/quality", "Quality", "quality"),
     ("/admin/deployments", "Deployments", "deployments"),
     ("/admin/models", "Models", "models"),
     ("/admin/batches", "Batches", "batches"),
@@ -160,11 +161,8 @@ _PAGES = (
 _FORM = re.compile(r'<form[^>]* method="post" action="([^"#?]*)[^"]*".*?</form>', re.DOTALL)
 _ANCHOR = re.compile(r'<a [^>]*href="(/admin[^"#?]*)[^"]*"[^>]*>(.*?)</a>', re.DOTALL)
 _GONE = "<!---->"
-_TEXT = r"(?:(?!</?section|<table|<ul|<dl|<form|<details).)*?"
-_EMPTY = re.compile(
-    rf"<details[^>]*>\s*<summary>[^<]*</summary>\s*{_GONE}\s*</details>|<section[^>]*>{_TEXT}{_GONE}{_TEXT}</section>",
-    re.DOTALL,
-)
+_TEXT = r"(?:(?!</?section|<table|<ul|<dl|<form|</?details).)*?"
+_EMPTY = re.compile(rf"<(section|details)[^>]*>{_TEXT}{_GONE}{_TEXT}</\1>", re.DOTALL)
 
 
 def to_login(request: Request) -> Response:

@@ -4,6 +4,7 @@ Each page names its JSON twin. Decides what each page shows; templates and the s
 its looks.
 """
 
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, get_args
@@ -29,15 +30,25 @@ from gateway.admin.guard import principal_of
 from gateway.admin.html import Pages, page_route, static_file, with_query
 from gateway.admin.models import StatsOut
 from gateway.admin.parts import AdminParts
-from gateway.admin.queries import GROUPS, CacheKind, RouteFilter, RouteOutcome, days_of, id_of, ledger_filter, periods
+from gateway.admin.queries import (
+    GROUPS,
+    Asker,
+    CacheKind,
+    RouteFilter,
+    RouteOutcome,
+    days_of,
+    id_of,
+    ledger_filter,
+    periods,
+)
 from gateway.admin.roles import may
 from gateway.admin.sign_in import add_doors, end_sessions
 from gateway.settings import NEAR_SIMILARITY_MIN, Role, is_pattern
 from gateway.telemetry.summary import StatsWindow
 from gateway.wire.errors import NotFound
 
-_ROUTES_PER_PAGE = 50
-_LEDGER_PER_PAGE = 50
+_ROUTES_PER_PAGE = 30
+_LEDGER_PER_PAGE = 30
 _SUMS_SHOWN = 200
 _AUDIT_PER_PAGE = 100
 _PEOPLE_SHOWN = 200
@@ -52,6 +63,8 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
     _add_history(router, parts, pages)
     renders = _add_overview(router, parts, pages) | _add_teams(router, parts, pages) | _add_cache(router, parts, pages)
     renders |= _add_people(router, parts, pages)
+    for name in ("cache", "deployments", "me", "models", "sessions"):
+        router.add_api_route(f"/{name}", _shown(renders[name]), name=name)
     add_forms(router, parts, renders)
     add_doors(router, parts, pages)
     add_device_page(router, parts, pages)
@@ -71,6 +84,15 @@ def page_routes(parts: AdminParts) -> list[BaseRoute]:
         return static_file("favicon.svg") or Response(status_code=404)
 
     return [*agent_routes(parts), *files.routes, *router.routes]
+
+
+def _shown(render: Render) -> Callable[[Request], Awaitable[Response]]:
+    """A page as it is before a form of it was sent."""
+
+    async def page(request: Request) -> Response:
+        return await render(request)
+
+    return page
 
 
 def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
@@ -112,10 +134,6 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
         names = [name for name in parts.settings.models if not is_pattern(name)]
         return pages.render(request, "playground.html", models=names)
 
-    @router.get("/deployments")
-    async def deployments(request: Request) -> Response:
-        return await render_deployments(request)
-
     return {"deployments": render_deployments}
 
 
@@ -144,7 +162,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             request,
             "requests.html",
             **shown,
-            is_filtered=where != RouteFilter(),
+            is_filtered=where != RouteFilter(asked_by="caller"),
             choices=await views.route_choices(parts, _among(request, where.team_id)),
             models=parts.settings.names,
         )
@@ -185,7 +203,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             request,
             "ledger.html",
             rows=page["rows"],
-            older=with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
+            older=_older(request, page["cursor"]),
             by=by,
             groups=GROUPS,
             sums=sums,
@@ -208,11 +226,16 @@ async def _shown_routes(
     return {
         "routes": page["routes"],
         "newest": page["newest"],
-        "older": with_query(request, {"cursor": page["cursor"]}) if page["cursor"] else None,
+        "older": _older(request, page["cursor"]),
         "where": where,
         "prices": {one.name: one for one in parts.deployments()},
         "advice": {reason: misses.CAUSES[cause] for reason, cause in misses.CAUSE_OF.items()},
     }
+
+
+def _older(request: Request, cursor: str | int | None) -> str | None:
+    """The query of the next page; None where this one is the last."""
+    return with_query(request, {"cursor": str(cursor)}) if cursor else None
 
 
 def _shown_days(parts: AdminParts, request: Request, where: LedgerFilter) -> dict[str, Any]:
@@ -235,16 +258,20 @@ def _twin(where: LedgerFilter, **more: str | None) -> str:
 
 def _route_filter(request: Request) -> RouteFilter:
     """The filter in the query; unknown values filter nothing."""
-    query = request.query_params
-    caches: dict[str, CacheKind] = {name: name for name in get_args(CacheKind)}
-    outcomes: dict[str, RouteOutcome] = {name: name for name in get_args(RouteOutcome)}
+    query, request_id = request.query_params, request.query_params.get("request_id", "").strip()
+
+    def known(name: str, values: Any) -> Any:
+        return query[name] if query.get(name) in get_args(values) else ""
+
+    askers: dict[str, Asker] = {"sameway": "sameway", "all": ""}
     return RouteFilter(
         team_id=_team_id(request),
         model=query.get("model", ""),
-        cache=caches.get(query.get("cache", ""), ""),
+        cache=known("cache", CacheKind),
         deployment=query.get("deployment", ""),
-        outcome=outcomes.get(query.get("outcome", ""), ""),
-        request_id=query.get("request_id", "").strip(),
+        outcome=known("outcome", RouteOutcome),
+        request_id=request_id,
+        asked_by=askers.get(query.get("asked_by", "all" if request_id else ""), "caller"),
     )
 
 
@@ -324,18 +351,13 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
         reader = principal_of(request)
         near_misses = await views.near_misses(parts, reader, RouteFilter(), limit=10)
         stats = await views.or_none(views.stats(parts, StatsWindow.DAY))
-        latest = await views.routes(parts, reader, RouteFilter(cache="semantic"), limit=_LATEST)
         return pages.render(
             request,
             "cache.html",
             status,
             cache=sizes,
             near=near_misses["routes"],
-            verifier=await verifier_views.cache_verifier(parts, reader),
             causes=(await misses.cache_misses(parts, reader)).causes,
-            latest=latest["routes"],
-            wrong=(await cache_views.wrong(parts, reader))["wrong"],
-            certificates=(await cache_views.certificate(parts))["certificates"],
             stats=stats,
             charts=charts_of(stats),
             teams=await parts.accounts.list_teams(),
@@ -347,9 +369,21 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
             **form,
         )
 
-    @router.get("/cache")
-    async def cache(request: Request) -> Response:
-        return await render_cache(request)
+    @router.get("/quality")
+    async def quality(request: Request) -> Response:
+        reader = principal_of(request)
+        latest = await views.routes(parts, reader, RouteFilter(cache="semantic"), limit=_LATEST)
+        return pages.render(
+            request,
+            "quality.html",
+            certificates=(await cache_views.certificate(parts))["certificates"],
+            verifier=await verifier_views.cache_verifier(parts, reader),
+            wrong=(await cache_views.wrong(parts, reader))["wrong"],
+            latest=latest["routes"],
+            stats=await views.or_none(views.stats(parts, StatsWindow.DAY)),
+            settings=parts.settings.cache,
+            log_prompts=parts.settings.log_prompts,
+        )
 
     async def render_answer(request: Request, **values: Any) -> Response:
         return pages.render(request, "answer.html", **values)
@@ -358,20 +392,18 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
         configured = await configuration.list_models(parts)
         return pages.render(request, "models.html", status, configured=configured, **form)
 
-    @router.get("/models", name="models")
-    async def models_page(request: Request) -> Response:
-        return await render_models(request)
-
     @router.get("/batches")
     async def batches(request: Request, cursor: Annotated[str, Query(max_length=100)] = "") -> Response:
         page = await views.batches(parts, cursor, _AUDIT_PER_PAGE)
-        return pages.render(request, "batches.html", batches=page["batches"], older=page["cursor"])
+        return pages.render(request, "batches.html", batches=page["batches"], older=_older(request, page["cursor"]))
 
     @router.get("/audit")
     async def audit(request: Request, cursor: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None) -> Response:
         page = await cache_views.audit(parts, cursor, _AUDIT_PER_PAGE)
         days = parts.settings.access.audit_days
-        return pages.render(request, "audit.html", rows=page["rows"], older=page["cursor"], kept_days=days)
+        return pages.render(
+            request, "audit.html", rows=page["rows"], older=_older(request, page["cursor"]), kept_days=days
+        )
 
     return {"cache": render_cache, "answer": render_answer, "models": render_models}
 
@@ -381,18 +413,10 @@ def _add_people(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str,
         mine = await teams.me(parts, principal_of(request))
         return pages.render(request, "me.html", status, me=mine, models=parts.settings.names, **form)
 
-    @router.get("/me")
-    async def me(request: Request) -> Response:
-        return await render_me(request)
-
     async def render_sessions(request: Request, status: int = 200, **form: Any) -> Response:
         listed, people = await teams.list_sessions(parts), (await teams.list_people(parts)).people
         first = sorted(people, key=lambda one: (not one.is_disabled, -one.keys))[:_PEOPLE_SHOWN]
         shown = {"sessions": listed.sessions, "people": first, "more": len(people) - len(first)}
         return pages.render(request, "sessions.html", status, **shown, **form)
-
-    @router.get("/sessions")
-    async def sessions(request: Request) -> Response:
-        return await render_sessions(request)
 
     return {"me": render_me, "sessions": render_sessions}

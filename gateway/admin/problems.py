@@ -4,8 +4,9 @@ A pure function of measurements. No HTTP.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 
-from gateway.admin.format import amount, window
+from gateway.admin.format import amount, in_units, window
 from gateway.admin.models import BudgetOut, DeploymentOut, Problem
 from gateway.telemetry.hosts import Host
 from gateway.telemetry.measured_error import LiveError
@@ -52,6 +53,7 @@ def problems(
             if team not in {*team_names.values(), "*"}
         ),
     ]
+    current = [replace(problem, message=in_units(problem.message)) for problem in current]
     return sorted(current, key=lambda problem: not problem.is_urgent)
 
 
@@ -121,7 +123,7 @@ def _of_truth(truths: Sequence[LiveError]) -> list[Problem]:
         Problem(
             f"At least {error.measured.low:.1%} of {error.team}'s requests for {error.alias} were answered wrongly by "
             f"meaning in the last day; the bound is {error.error_max:.2%}: it has tightened itself",
-            "/admin/cache#certificate",
+            "/admin/quality#certificate",
             is_urgent=True,
         )
         for error in truths

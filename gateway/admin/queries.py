@@ -15,6 +15,7 @@ from fastapi import Depends
 from pydantic import BeforeValidator, Field
 
 from gateway.accounts.ledger import CURSOR, Group, LedgerFilter
+from gateway.accounts.row import CHECKING
 from gateway.journey.record import Record
 from gateway.telemetry.buckets import kind_of
 
@@ -65,6 +66,7 @@ _group = f"({'|'.join(GROUPS)})"
 Groups = Annotated[str, Field(pattern=f"^({_group}(,{_group}){{0,7}})?$", description="such as `team,user`")]
 CacheKind = Literal["", "exact", "semantic", "coalesced", "miss", "bypass"]
 RouteOutcome = Literal["", "ok", "refused", "failed", "failover"]
+Asker = Literal["", "caller", "sameway"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class RouteFilter:
     deployment: Label = ""
     outcome: RouteOutcome = ""
     request_id: Label = ""
+    asked_by: Annotated[Asker, Field(description="`sameway`: questions to verifiers, checks and refreshes")] = ""
 
     def matches(self, record: Record) -> bool:
         return (
@@ -87,6 +90,7 @@ class RouteFilter:
             and (not self.cache or record.cache.source == self.cache)
             and (not self.deployment or any(a.name == self.deployment for a in record.answer.attempts))
             and (not self.request_id or record.request.id == self.request_id)
+            and (not self.asked_by or (self.asked_by == "sameway") == (record.request.operation in CHECKING))
             and (not self.outcome or self.outcome in _outcomes(record))
         )
 

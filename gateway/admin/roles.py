@@ -35,7 +35,7 @@ TABLE = (
     Access("Sums, savings and the ledger", "stats savings ledger ledger_sums", (_ADMIN, _FINANCE, _VIEWER), (_TEAM_ADMIN,)),
     Access("Requests, without texts", "routes requests", (_ADMIN, _VIEWER), (_TEAM_ADMIN,)),
     Access("The cache, without texts",
-           "cache cache_misses cache_verifier certificate near_misses wrong", (_ADMIN, _VIEWER)),
+           "cache quality cache_misses cache_verifier certificate near_misses wrong", (_ADMIN, _VIEWER)),
     Access("All teams", "list_teams list_keys list_budgets teams", (_ADMIN, _FINANCE, _VIEWER)),
     Access("One team, its keys and budgets", "get_team list_keys_of_team list_budgets_of_team list_values team",
            (_ADMIN, _FINANCE, _VIEWER), (_TEAM_ADMIN,)),

@@ -171,10 +171,13 @@ class _Import:
 
 
 def _kept(entry: Entry, team: Team) -> Entry:
-    """`entry` for as long as its team keeps answers. Raises ValueError for one that keeps none."""
+    """`entry` for as long as its team keeps answers. Raises ValueError for one that keeps none, or of no time."""
     if team.store_s_max == 0:
         raise ValueError("nothing of this team's is kept here, by its `store_s_max` of 0")
-    return msgspec.structs.replace(entry, ttl_s=float(team.kept_s(int(entry.ttl_s))))
+    if not entry.ttl_s > 0:  # as NaN is not
+        raise ValueError(f"it has no time to live: expected seconds, found {entry.ttl_s}")
+    most_s = entry.ttl_s if team.store_s_max is None else float(team.store_s_max)
+    return msgspec.structs.replace(entry, ttl_s=min(entry.ttl_s, most_s))
 
 
 def _whole(line: _ImportLine, model: str, id: str) -> bytes:

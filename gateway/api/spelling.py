@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from heapq import nsmallest
+from itertools import islice
 from typing import Any
 
 from cache.fingerprint import FIELDS, TURN_FIELDS
@@ -15,11 +16,11 @@ from gateway.api.headers import Headers
 from gateway.reserved import FIELDS as RESERVED
 from gateway.wire.requests import SHAPES
 
-_TYPOS_MAX, _OBJECTS_MAX, _LENGTH_MAX = 4, 32, 40
+_TYPOS_MAX, _OBJECTS_MAX, _FIELDS_MAX, _LENGTH_MAX = 4, 32, 200, 40
 _INSIDE = """
-    allowed_tools arguments custom data description detail file file_data file_id filename format function id
-    image_url include_obfuscation include_usage input_audio json_schema parameters schema stop_sequences strict system
-    tool_choice type url
+    allowed_tools arguments context custom data description detail file file_data file_id file_ids filename format
+    function id image_url include_obfuscation include_usage input_audio json_schema logprob mode parameters schema
+    stop_sequences strict system tool_choice type url
 """
 _SHAPED = frozenset(name for shape in SHAPES.values() for name in shape.__struct_fields__)
 _NAMES = _SHAPED.union(FIELDS, TURN_FIELDS, _INSIDE.split())
@@ -42,11 +43,12 @@ def warnings(body: dict[str, Any], headers: Mapping[str, str]) -> Headers:
 
 
 def _unknown(body: dict[str, Any]) -> set[str]:
-    """The unknown names in `body` and in the first objects within it."""
+    """The unknown names among the first ones of `body` and of the first objects within it."""
     unknown, objects = set[str](), [body]
     for fields in objects:  # which grows
-        unknown |= fields.keys() - _KNOWN
-        for name, held in fields.items():
+        some = dict(islice(fields.items(), _FIELDS_MAX))
+        unknown |= some.keys() - _KNOWN
+        for name, held in some.items():
             if type(held) in (dict, list) and name in _WALKED and len(objects) < _OBJECTS_MAX:
                 last = held[-_OBJECTS_MAX:] if type(held) is list else [held]
                 objects += [one for one in last if type(one) is dict]
@@ -54,14 +56,15 @@ def _unknown(body: dict[str, Any]) -> set[str]:
 
 
 def _said(unknown: set[str], names: frozenset[str], what: str) -> list[str]:
-    near = [(name, _meant(name, names)) for name in nsmallest(_TYPOS_MAX, unknown)] if unknown else ()
+    short = [name for name in unknown if len(name) <= _LENGTH_MAX]  # a longer name would stay in the cache
+    near = [(name, _meant(name, names)) for name in nsmallest(_TYPOS_MAX, short)]
     return [f"{name} {what}; did you mean {meant}?" for name, meant in near if meant]
 
 
 @lru_cache(1_000)
 def _meant(name: str, names: frozenset[str]) -> str:
     """The one of `names` that is near `name`, else empty; a name that is no word is near none."""
-    if len(name) > _LENGTH_MAX or not name.isascii() or not name.replace("-", "_").isidentifier():
+    if not name.isascii() or not name.replace("-", "_").isidentifier():
         return ""
     plain, known = _plain(name), {_plain(one): one for one in names}
     twins = [one for one in known if sorted(one) == sorted(plain)]  # a turned pair: `cahce`

@@ -294,10 +294,10 @@ class BatchRunner:
         """Write the output and the errors, and end the batch."""
         batch, work = lease.batch, lease.work
         chunks, key = await self.batches.chunks(work), key_of(batch.team_id, batch.id)
-        uploads = [await self.files.begin(batch.team_id, is_own=True) for _ in range(2)]
-        files, is_over = [], False
         team = await self.accounts.team(batch.team_id)  # whose rule may have changed since
         kept_s = team.kept_s(batch.output_kept_s or self.files.settings.kept_days * DAY_S)
+        uploads = [await self.files.begin(batch.team_id, is_own=True) for _ in range(2)]
+        files, is_over = [], False
         try:
             counts = await asyncio.to_thread(assemble, self.files.contents, key, chunks, *uploads)
             lacking = [chunk.number for chunk in chunks if sum(counts[chunk.number]) != chunk.lines]

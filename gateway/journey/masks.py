@@ -24,7 +24,7 @@ from gateway.masking.answers import Restorer
 from gateway.masking.vault import Vault, masked_value
 from gateway.settings import MaskSettings, Settings
 from gateway.wire.chunks import UNREADABLE, decoded
-from gateway.wire.errors import ApiError
+from gateway.wire.errors import ApiError, BadRequest
 from gateway.wire.fold import fold
 from gateway.wire.texts import texts_in
 from gateway.wire.types import Chunk
@@ -183,6 +183,9 @@ class MaskedReader(Reader, eq=False, kw_only=True):
 def odd_placeholders(vault: Vault, chunks: Sequence[Chunk]) -> tuple[int, int]:
     """How many placeholders of an answer came back changed, and how many its request did not have."""
     try:
-        return vault.odd("\n".join(texts_in(decoded(fold(chunks)))))
+        answer = fold(chunks)
+        return vault.odd("\n".join(texts_in(decoded(answer))))
+    except BadRequest:  # a model nested it too deeply
+        return vault.odd(answer.decode())
     except UNREADABLE:  # events as the provider sent them
         return 0, 0

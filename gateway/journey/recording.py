@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
@@ -111,10 +112,10 @@ def _without_quotes(record: Record, turn: Turn) -> Record:
     refusal = ended.refusal if ended.error.startswith("upstream") else ""
     if not refusal and all(attempt.verdict in ("ok", "cancelled") for attempt in attempts):
         return record
-    try:
-        texts = [*texts_in([turn.body, None if turn.native is None else msgspec.json.decode(turn.native.raw)])]
-    except BadRequest:  # too deep to be read: all words may quote it
-        texts = [refusal, *[attempt.outcome for attempt in attempts if attempt.verdict not in ("ok", "cancelled")]]
+    texts = [refusal, *[attempt.outcome for attempt in attempts if attempt.verdict not in ("ok", "cancelled")]]
+    if turn.demand.prompt_tokens_max <= 1 << 20:  # bytes, which take 10 ms
+        with suppress(BadRequest):  # too deep, or too long, to be read here: all words may quote it
+            texts = [*texts_in([turn.body, None if turn.native is None else msgspec.json.decode(turn.native.raw)])]
     attempts = tuple([replace(attempt, outcome=without_quotes(attempt.outcome, texts)) for attempt in attempts])
     ended = replace(ended, refusal=without_quotes(refusal, texts) or ended.refusal)
     return replace(record, ended=ended, answer=replace(record.answer, attempts=attempts))

@@ -89,9 +89,4 @@ def split(text: str) -> tuple[str, str]:
 
 def masked_value(value: Any, vault: Vault) -> Any:
     """A decoded body with placeholders. Raises RecursionError if it is too deep."""
-
-    def masked(text: str, *, is_name: bool = False) -> str:
-        other = vault.masked(text)
-        return re.sub(r"<(\w+)>", r"\1", other) if is_name else other  # providers refuse a name with < and >
-
-    return walked(value, masked)
+    return walked(value, vault.masked)

@@ -7,8 +7,10 @@ replaced, wherever it stands; nothing else changes.
 
 import json
 import re
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol
+from operator import is_
+from typing import Any
 
 from gateway.wire.errors import BadRequest
 from gateway.wire.requests import decode_strictly
@@ -28,61 +30,60 @@ _ENCODED_MIN = 4096
 _VALUES = frozenset({"arguments", "const", "default", "enum", "example", "examples"})
 """Of a call, and of a schema: each name, text and number in these may be a value."""
 _OBJECTS = frozenset({"input", "output"})  # a list in these has messages
+_IDS, _HOLDING = ("_id", "_ids"), frozenset({dict, list, int})
+_FIELD_MAX = 64  # a longer one is a text, and stays in no cache
 _NUMBER_MIN = 10**6  # a shorter number proves nothing
 
 
-class Visit(Protocol):
-    """Returns what takes the place of a text. `is_name`: it stands where providers expect a name."""
-
-    def __call__(self, text: str, *, is_name: bool = False) -> str: ...
+Visit = Callable[[str], str | None]
+"""Returns what takes the place of a text; None: it stays."""
 
 
 def texts_in(body: Any) -> dict[str, None]:
     """The texts of a decoded body, each once, in one order. Raises BadRequest for a body that is too deep."""
-    texts: dict[str, None] = {}
-
-    def add(text: str, *, is_name: bool = False) -> str:
-        texts[text] = None
-        return text
-
+    texts: list[str] = []
     try:
-        walked(body, add)
+        walked(body, texts.append)
     except RecursionError:
         raise BadRequest("The body is nested too deeply", code="invalid_json") from None
-    return texts
+    return dict.fromkeys(texts)
 
 
 def swapped(body: Any, texts: dict[str, str]) -> Any:
     """`body` with other texts, by those that they replace."""
-
-    def other(text: str, *, is_name: bool = False) -> str:
-        return texts.get(text, text)
-
-    return walked(body, other)
+    return walked(body, texts.get)
 
 
 def walked(value: Any, visit: Visit, name: str = "", is_value: bool = False) -> Any:
     """`value`, the field `name`, as `visit` leaves its texts, and the keys and numbers that may be texts.
 
-    It visits the fields of an object by their names, in one order. `is_value`: all in it is a call's. Raises
-    RecursionError for a value that is too deep.
+    It visits the fields of an object by their names, in one order; what it leaves is not copied. `is_value`: all
+    in it is a call's. Raises RecursionError for a value that is too deep.
     """
-    if isinstance(value, str):
-        return _visited(value, visit, name, is_value) if value else value
-    if isinstance(value, dict):
+    kind = type(value)
+    if kind is str:
+        return _visited(value, visit, name, is_value)
+    if kind is dict:
         is_value = is_value or name in _VALUES or name in _OBJECTS
-        are_named = is_value or name == "properties"
-        fields = {}
+        are_named, changed = is_value or name == "properties", {}
         for key in sorted(value):
-            other = visit(key) if key and (are_named or not _is_field(key)) else key
-            fields[key] = other, walked(value[key], visit, key, is_value)
-        return dict([fields[key] for key in value])
-    if isinstance(value, list):
+            item = value[key]
+            other = visit(key) if (are_named or len(key) > _FIELD_MAX or not _is_field(key)) and key else None
+            if type(item) is str:
+                if not (key in _NAMED and item.isidentifier() and item.isascii()) or is_value:  # most are
+                    item = _visited(item, visit, key, is_value)
+            elif type(item) in _HOLDING:
+                item = walked(item, visit, key, is_value)
+            if item is not value[key] or other is not None:
+                changed[key] = key if other is None else other, item
+        return dict([changed.get(field[0], field) for field in value.items()]) if changed else value
+    if kind is list:
         is_value, name = is_value or name in _VALUES, "" if name in _OBJECTS else name
-        return [walked(item, visit, name, is_value) for item in value]
-    if (is_value or name in _VALUES) and type(value) is int and value > _NUMBER_MIN:
-        text = visit(str(value))
-        return text if text != str(value) else value
+        items = [(_visited if type(item) is str else walked)(item, visit, name, is_value) for item in value]
+        return value if all(map(is_, items, value)) else items
+    if (is_value or name in _VALUES) and kind is int and value > _NUMBER_MIN:
+        other = visit(text := str(value))
+        return value if other in (None, text) else other
     return value
 
 
@@ -92,20 +93,26 @@ def _is_field(key: str) -> bool:
 
 
 def _visited(text: str, visit: Visit, name: str, is_value: bool) -> str:
-    if name in _ENCODED and (not is_value or len(text) > _ENCODED_MIN) and _BASE64.fullmatch(text):
+    is_encoded = name in _ENCODED and (not is_value or len(text) > _ENCODED_MIN) and _BASE64.fullmatch(text)
+    if not text or is_encoded:
         return text
+    other = None
     if is_value:
-        return visit(text)
-    if name in _NAMED or name.endswith(("_id", "_ids")):
-        return text if _NAME.fullmatch(text) else visit(text, is_name=True)
-    if name == "arguments" and text.lstrip()[:1] == "{":
+        other = visit(text)
+    elif name in _NAMED or name.endswith(_IDS):
+        if not _NAME.fullmatch(text) and (other := visit(text)) not in (None, text):
+            other = re.sub(r"<(\w+)>", r"\1", other)  # providers refuse a name with < and >
+    elif name == "arguments" and text.lstrip()[:1] in '{["':
         try:
-            fields = decode_strictly(text.encode())
-        except (BadRequest, UnicodeEncodeError):  # a model wrote it
-            return visit(text)
-        other = walked(fields, visit, "", True)
-        return text if other == fields else json.dumps(other, ensure_ascii=False)
-    return visit(text)
+            (given,) = decode_strictly(b'{"":%b}' % text.encode()).values()
+        except (BadRequest, ValueError):  # a model wrote it
+            other = visit(text)
+        else:
+            changed = walked(given, visit, "", True)
+            other = None if changed == given else json.dumps(changed, ensure_ascii=False)
+    else:
+        other = visit(text)
+    return text if other is None else other
 
 
 def drop_logprobs(answer: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from gateway.accounts import Invalid, SchemaUnknown, schema
+from gateway.accounts import HitsRow, Invalid, SchemaUnknown, schema
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.backup import back_up, restore
 from gateway.accounts.database import Database
@@ -85,24 +85,32 @@ async def test_a_place_with_rows_is_left_alone(accounts: Accounts, tmp_path: Pat
 
 async def test_a_backup_of_another_version(accounts: Accounts, other: Accounts, tmp_path: Path) -> None:
     """A later version's is refused; one that lacks a table and a column gets no rows and the column's default."""
-    await accounts.create_team("acme")
+    team_id = (await accounts.create_team("acme")).id
+    figures = {"requests": 3, "unknown": 0, "baseline_microusd": 9}
+    hits = HitsRow(id="h", at_ms=1_790_000_000_000, team_id=team_id, key_id=1, alias="m", source="exact", **figures)
+    await Ledger(accounts.database).append_hits([hits])
     path = tmp_path / "all.zip"
     await back_up(accounts.database, tmp_path / "none", None, path)
     _edited(path, "manifest.json", lambda text: text.replace(schema.VERSION, "99991231"))
     with pytest.raises(SchemaUnknown, match="a later version of Sameway"):
         await restore(other.database, tmp_path / "new", path)
 
-    def without_a_column(text: str) -> str:
+    def without_columns(text: str) -> str:
         row = json.loads(text)
-        del row["is_store_enabled"]
+        for name in ("is_store_enabled", "key_id", "user", "tags", "session"):
+            row.pop(name, None)
         return json.dumps(row) + "\n"
 
     _edited(path, "manifest.json", lambda text: text.replace("99991231", "20260101"))
-    _edited(path, "tables/teams.jsonl", without_a_column)
+    for name in ("teams", "ledger_hits"):
+        _edited(path, f"tables/{name}.jsonl", without_columns)
     _edited(path, "tables/ledger_rollups.jsonl", lambda text: None)
     await restore(other.database, tmp_path / "new", path)
     (team,) = await other.list_teams()
     assert team.is_store_enabled
+    assert (await _everything(other.database))["ledger_hits"] == [
+        ("h", 1_790_000_000_000, team.id, 0, "m", "exact", "", "", "", 3, 0, 9)
+    ]
 
 
 def test_from_the_command_line(

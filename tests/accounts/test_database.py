@@ -47,7 +47,12 @@ async def test_the_tables_are_what_the_schema_says(accounts: Accounts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "remedy"), [("9999", "start that later version, or restore"), ("0001", "begin with an empty database")]
+    ("version", "remedy"),
+    [
+        ("9999", "start that later version, or restore"),
+        ("0001", "then `sameway restore` of this one"),
+        (schema.VERSION[:-1], "then `sameway restore` of this one"),
+    ],
 )
 async def test_a_database_of_another_version_is_left_alone(
     accounts: Accounts, database_url: str, version: str, remedy: str

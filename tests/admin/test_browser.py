@@ -13,10 +13,12 @@ from redis.asyncio import Redis
 
 from cache import Purge
 from gateway.journey.record import Record
+from gateway.telemetry import measured_error
 from gateway.telemetry.parts import GatewayPart, PartHealth
 from tests.admin.browser import Visitor, chromium, serving, visiting
 from tests.admin.seed import seed
 from tests.admin.world import NOW_S, PAGES, World, open_world
+from tests.services import run_redis
 from tests.telemetry.records import hit, miss
 
 
@@ -29,21 +31,27 @@ async def world(redis: Redis, tmp_path: Path) -> AsyncIterator[World]:
 async def test_pages_render_clean_at_three_widths_and_in_both_schemes(world: World) -> None:
     """No console error, no failed or foreign request, nothing outside its card, also where things are broken; a hostile prompt
     did not run; axe-core, with all its rules of WCAG 2 and of good practice, finds nothing, wide and light or narrow and dark."""
-    ids = await seed(world)
+    pages = await _busy(world)
     async with (
         serving(world) as base,
         chromium() as browser,
         visiting(browser, base, reduced_motion="reduce") as visitor,
     ):
         await visitor.log_in()
-        for page in (*PAGES, f"/teams/{ids['search']}", f"/teams/{ids['batch jobs']}", "/ledger?by=day", "/login"):
+        for page in (*pages, "/login"):
             await visitor.page.emulate_media(color_scheme="light")
             await visitor.page.set_viewport_size({"width": 1280, "height": 900})
             assert await visitor.open(f"/admin{page}") == 200
+            assert await visitor.misfits(page) == []
             await visitor.page.evaluate("document.querySelectorAll('details').forEach((one) => one.open = true)")
             assert await visitor.barriers() == [], page
             assert await visitor.misfits(page) == []
-            if page in ("", "/cache", "/deployments", "/savings"):  # with all kinds of marks; axe takes a second a page
+            if page in (
+                "",
+                "/quality",
+                "/deployments",
+                "/savings",
+            ):  # with all kinds of marks; axe takes a second a page
                 await visitor.page.emulate_media(color_scheme="dark")
                 assert await visitor.barriers("color-contrast") == [], (page, "dark")
             assert await visitor.page.title() != "owned"
@@ -56,6 +64,59 @@ async def test_pages_render_clean_at_three_widths_and_in_both_schemes(world: Wor
             assert await visitor.misfits(page) == []
             assert await visitor.barriers() == [], (page, "broken")
         assert [one for one in visitor.complaints if "404" not in one] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_every_page_fits_and_excludes_nobody_in_every_state(tmp_path: Path) -> None:
+    """Empty, busy and without Redis; narrow and dark, wide and light: nothing outside its card, and nothing for axe-core."""
+    with run_redis() as server:
+        redis = Redis.from_url(server.url, retry=None)
+        async with (
+            open_world(redis, tmp_path) as world,
+            serving(world) as base,
+            chromium() as browser,
+            visiting(browser, base, reduced_motion="reduce") as visitor,
+        ):
+            await visitor.log_in()
+            await _look_at(visitor, PAGES, "empty")
+            pages = await _busy(world)
+            await _look_at(visitor, pages, "busy")
+            server.stop()
+            world.parts[0] = GatewayPart("redis", PartHealth.DOWN, _AWAY)
+            await _look_at(visitor, pages, "broken")
+        await redis.aclose()
+
+
+_AWAY = "ConnectionError: Redis is away: no connection: [Errno 111] Connect call failed ('203.0.113.254', 41987)"
+_LONG = "accounts/fireworks/models/llama-v3p1-405b-instruct-with-a-long-context"
+
+
+async def _busy(world: World) -> tuple[str, ...]:
+    """Fills the world, also with names as long as real ones; answers its pages."""
+    ids = await seed(world)
+    at = {"at_s": NOW_S, "team_id": ids["search"], "team": "search", "alias": _LONG}
+    world.stats.add(miss(**at, deployment=_LONG, cost_microusd=1_234, miss_reason="numbers", similarity=0.9))
+    world.stats.add(miss(**at, route="verify"))
+    world.stats.add_checks(ids["search"], _LONG, measured_error.checked(0.3, True, "agreement", is_verified=False))
+    await world.stats.flush()
+    teams = await world.accounts.list_teams()
+    await world.admin.certificates.update(teams, "all-MiniLM-L6-v2", "f3a9")
+    await world.spend(ids["search"], 1_234, 901, alias=_LONG, deployment=_LONG)
+    world.deployments.append(world.deployments[-1].model_copy(update={"name": _LONG, "alias": _LONG, "model": _LONG}))
+    return (*PAGES, f"/teams/{ids['search']}", f"/teams/{ids['batch jobs']}", "/ledger?by=day", "/ledger?by=model")
+
+
+async def _look_at(visitor: Visitor, pages: tuple[str, ...], state: str) -> None:
+    for page in pages:
+        await visitor.open(f"/admin{page}")
+        assert await visitor.misfits(page) == [], state
+        await visitor.page.evaluate("document.querySelectorAll('details').forEach((one) => one.open = true)")
+        assert await visitor.misfits(page) == [], state
+        for scheme, width in (("dark", 420), ("light", 1280)):
+            await visitor.page.emulate_media(color_scheme=scheme)
+            await visitor.page.set_viewport_size({"width": width, "height": 900})
+            assert await visitor.barriers() == [], (page, state, scheme, width)
 
 
 async def test_a_new_admin_makes_a_team_a_budget_and_a_key(world: World) -> None:
@@ -119,6 +180,7 @@ async def test_a_purge_asks_first_and_an_import_shows_its_result(world: World) -
         asked = {"model": world.admin.settings.names[0], "messages": [{"role": "user", "content": "When do you open?"}]}
         blank = b" " * (100 << 10)  # so many of them are two portions
         lines = [*([blank] * 60), json.dumps({"request": asked, "answer": "At nine."}).encode(), b"{}"]
+        await page.get_by_text("Import answers").click()
         await page.get_by_label("File").set_input_files(
             {"name": "answers.jsonl", "mimeType": "application/x-ndjson", "buffer": b"\n".join(lines)}
         )

@@ -204,11 +204,28 @@ async def test_near_misses_open_and_say_where_the_texts_are(world: World, browse
     page = (await browser.get("/admin/cache")).text
     assert "a similarity of 0.6 or more" in page
     assert "only where the setting <code>log_prompts</code> is on" in page
-    table = page[page.index("<h2>Near misses</h2>") :]
+    table = page[page.index('id="near-misses"') :]
     assert "req_far" not in table
     (link,) = set(re.findall(r'href="(/admin/requests\?request_id=[^"]+)"', table))
     assert 'id="route-req_near" open' in (await browser.get(link)).text
     assert " open>" not in (await browser.get("/admin/requests")).text
+
+
+async def test_sameways_own_requests_are_shown_when_asked_for(world: World, browser: httpx.AsyncClient) -> None:
+    """Questions to verifiers and checks are no requests of applications; a link to one of them opens it."""
+    for route in ("chat", "verify", "check", "refresh"):
+        world.stats.add(miss(at_s=NOW_S, request_id=f"req_{route}", route=route))
+    await world.stats.flush()
+
+    async def shown(query: str) -> set[str]:
+        return set(re.findall('id="route-req_([a-z]+)"', (await browser.get(f"/admin/requests?{query}")).text))
+
+    assert await shown("") == await shown("asked_by=x") == {"chat"}
+    assert await shown("asked_by=sameway") == {"verify", "check", "refresh"}
+    assert await shown("asked_by=all") == {"chat", "verify", "check", "refresh"}
+    assert await shown("request_id=req_verify") == {"verify"}
+    api = (await browser.get("/admin/api/routes?asked_by=sameway")).json()["routes"]
+    assert {one["route"] for one in api} == {"verify", "check", "refresh"}
 
 
 async def test_many_teams_are_on_several_pages_and_found_by_name(world: World, browser: httpx.AsyncClient) -> None:
@@ -447,11 +464,11 @@ async def test_a_new_team_takes_its_budget(world: World, browser: httpx.AsyncCli
 async def test_what_is_assumed_is_shown_as_assumed(world: World, browser: httpx.AsyncClient) -> None:
     """Abilities and a price that no table and no setting has are not shown as facts."""
     page = (await browser.get("/admin/deployments")).text
-    assert "Assumed:" not in page
+    assert "Assumed to do" not in page
     assert "counted as free" not in page
     world.deployments[1] = REMOTE.model_copy(update={"are_capabilities_assumed": True, "is_price_known": False})
     page = (await browser.get("/admin/deployments")).text
-    assert page.count("Assumed:") == 1
+    assert page.count("Assumed to do 4 things") == 1
     assert '<span class="tag assumed">json schema</span>' in page
     assert "counted as free" in page
 
@@ -540,10 +557,10 @@ async def test_without_redis_the_pages_say_so(tmp_path: Path) -> None:
         await redis.aclose()
 
 
-async def test_the_cache_page_shows_what_is_wrong_and_mends_it(world: World, browser: httpx.AsyncClient) -> None:
+async def test_the_quality_page_shows_what_is_wrong_and_mends_it(world: World, browser: httpx.AsyncClient) -> None:
     """The measured error beside its bound, a banner where it has tightened itself, and what is out of service, with its buttons."""
     ids = await seed(world)
-    page = (await browser.get("/admin/cache")).text
+    page = (await browser.get("/admin/quality")).text
     assert "tightened to" in page
     assert "with all answers equal to it" in page
     assert "checked, numbers differ" in page
@@ -561,16 +578,16 @@ async def test_the_cache_page_shows_what_is_wrong_and_mends_it(world: World, bro
         reply = await browser.post(
             "/admin/cache/clear", data={"team_id": str(ids["search"]), "name": name}, headers=OWN
         )
-        assert (reply.status_code, reply.headers["location"]) == (303, "/admin/cache?done=cleared")
-    assert 'name="name"' not in (await browser.get("/admin/cache")).text
+        assert (reply.status_code, reply.headers["location"]) == (303, "/admin/quality?done=cleared")
+    assert 'name="name"' not in (await browser.get("/admin/quality")).text
     assert (await browser.post("/admin/cache/clear", data={"name": "x"}, headers=OWN)).status_code == 400
 
 
-async def test_the_cache_page_shows_what_judging_cost(world: World, browser: httpx.AsyncClient) -> None:
+async def test_the_quality_page_shows_what_judging_cost(world: World, browser: httpx.AsyncClient) -> None:
     """By team beside what the cache saved it; the values are those of the API."""
     await seed(world)
-    page = (await browser.get("/admin/cache")).text
-    card = page[page.index('id="judges"') : page.index('id="wrong"')]
+    page = (await browser.get("/admin/quality")).text
+    card = page[page.index('id="judges"') : page.index('id="words"')]
     for text in ("search", "$0.000095", "support"):
         assert text in card, text
     stats = await views.stats(world.admin, StatsWindow.DAY)
@@ -586,7 +603,7 @@ async def test_a_certificate_is_started_anew(world: World, browser: httpx.AsyncC
     ids = await seed(world)
     where = {"team_id": str(ids["search"]), "model": "small"}
     reply = await browser.post("/admin/cache/certificate", data=where, headers=OWN)
-    assert (reply.status_code, reply.headers["location"]) == (303, "/admin/cache?done=certified")
+    assert (reply.status_code, reply.headers["location"]) == (303, "/admin/quality?done=certified")
     assert "an admin asked for it" in (await browser.get(f"/admin/teams/{ids['search']}")).text
     assert "an admin asked for it" not in (await browser.get(f"/admin/teams/{ids['support']}")).text
     assert "new certificate: small" in (await browser.get("/admin/audit")).text
@@ -704,7 +721,7 @@ async def test_an_admin_says_right_and_wrong(world: World, browser: httpx.AsyncC
     assert (
         (await browser.post("/admin/cache/report", data=away, headers=OWN))
         .headers["location"]
-        .startswith("/admin/cache")
+        .startswith("/admin/quality")
     )
 
 

@@ -100,6 +100,18 @@ async def test_an_import_is_audited_before_its_first_line(client: AsyncClient) -
     assert (await client.get("/admin/api/audit")).json()["rows"][0]["action"] == "cache_imported"
 
 
+async def test_an_entry_of_no_real_time_fails_no_import(world: World, client: AsyncClient) -> None:
+    """One that is to stay for ever stays for as long as any; one of no time at all is refused with its line."""
+    exported = await world.cache_answer(await _team(client), "What is the capital of France?", answer="Paris")
+    await client.post("/admin/api/cache/purge", json={"all": True, "dry_run": False})
+    lines = [
+        {"entry": base64.b64encode(msgspec.msgpack.encode(msgspec.structs.replace(exported, ttl_s=ttl_s))).decode()}
+        for ttl_s in (float("nan"), float("inf"))
+    ]
+    said = await _import(client, *lines)
+    assert (said["stored"], said["refused"], said["problems"][0]["line"]) == (1, 1, 1)
+
+
 async def test_an_import_obeys_the_rule_of_its_team(world: World, client: AsyncClient) -> None:
     """Answers that are put in are kept no longer than a team's `store_s_max`; none of a team that keeps none."""
     team, line = await _team(client), {"request": _asked("When do you open?"), "answer": "At nine."}

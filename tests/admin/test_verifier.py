@@ -67,7 +67,7 @@ async def _read(world: World) -> dict[str, Any]:
         transport=transport, base_url="http://gateway.test", cookies={COOKIE: world.session}
     ) as client:
         found: dict[str, Any] = (await client.get("/admin/api/cache/verifier")).json()
-        assert (await client.get("/admin/cache")).status_code == 200
+        assert (await client.get("/admin/quality")).status_code == 200
         return found
 
 

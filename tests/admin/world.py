@@ -72,6 +72,7 @@ PAGES = (
     "/teams",
     "/savings",
     "/cache",
+    "/quality",
     "/deployments",
     "/models",
     "/batches",

@@ -6,6 +6,7 @@ import contextlib
 import re
 import socket
 import sqlite3
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import httpx
 import openai
 import pytest
 
+from gateway.api.spelling import warnings
 from gateway.app import create_app
 from gateway.settings import Settings
+from gateway.wire.texts import texts_in
 from tests.e2e.gateway import API_KEY, Gateway, wait_for
 from tests.e2e.test_routing import record_of
 from tests.e2e.upstream import Upstream
@@ -253,10 +256,23 @@ def test_a_misspelt_name_is_told(gateway: Gateway) -> None:
 def test_what_a_server_may_know_is_no_typo(gateway: Gateway) -> None:
     """Fields of servers and names of the client's own are told nothing; many unknown ones are bounded."""
     own = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"temprature": {}}}}}
-    reply = gateway.chat("hello", guided_regex="a", top_a=1, metadata={"modle": "x"}, tools=[own])
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    mine = {"metadata": {"modle": "x"}, "tools": [own], "tool_choice": choice}
+    reply = gateway.chat("hello", guided_regex="a", top_a=1, **mine)
     assert (reply.status_code, reply.headers.get("x-sameway-warning")) == (200, None)
     many = {f"temperatur{number}": 1 for number in range(50)}
     assert 1 <= len(gateway.chat("hello", **many).headers.get_list("x-sameway-warning")) <= 4
+
+
+def test_no_cache_of_names_keeps_a_long_one() -> None:
+    """What a client names its fields fills no memory: names that are too long to be known are not kept."""
+    tracemalloc.start()
+    for number in range(20):
+        long = {f"temperature{number}" + "e" * 100_000: 1}
+        assert (warnings(long, {"cache-control": ", ".join(long)}), list(texts_in(long))) == ([], list(long))
+    assert tracemalloc.get_traced_memory()[0] < 500_000
+    tracemalloc.stop()
 
 
 def test_what_could_stand_there_is_told(gateway: Gateway) -> None:

@@ -347,6 +347,8 @@ async def test_words_of_a_server_that_quote_the_prompt_are_in_no_record(world: W
     assert (await world.record(await world.ask(_PROMPT, x=deep))).answer.attempts[-1].outcome.endswith("of the request")
     other = await world.record(await world.ask("Another request, of which they say nothing."))
     assert other.answer.attempts[-1].outcome == failed(403, words).detail[:300]
+    long = await world.record(await world.ask("Another one", x="y" * 2**20))
+    assert long.answer.attempts[-1].outcome.endswith("in words of the request")
 
 
 @pytest.mark.parametrize("status", [401, 403])

@@ -226,7 +226,7 @@ async def test_nothing_masked_is_kept_as_a_response(open_a_world: OpenWorld) -> 
 
 
 async def test_calls_of_tools_and_metrics(open_a_world: OpenWorld) -> None:
-    """A call's arguments come back with the values, and what came back changed is counted by its model."""
+    """A call's arguments come back with the values, and what came back changed is counted by its model, however deep."""
     world = await open_a_world(models=MODELS)
 
     def call(arguments: str) -> Chunk:
@@ -245,6 +245,12 @@ async def test_calls_of_tools_and_metrics(open_a_world: OpenWorld) -> None:
     shown = metrics.render().decode()
     assert 'sameway_masked_values_total{model="mock"} 2.0' in shown
     assert 'sameway_odd_placeholders_total{model="mock",outcome="changed"} 1.0' in shown
+    deep = '{"to":' + "[" * 900 + '"email_1"' + "]" * 900 + "}"
+    world.backends["plain"].plays(call(deep), Finish("tool_calls"), Tokens())
+    record = await world.record(
+        await world.ask(f"{ASKED} And?", tools=[{"type": "function", "function": {"name": "send"}}])
+    )
+    assert (record.ended.status, record.request.changed) == (200, 1)
 
 
 async def test_a_native_request_is_masked_as_well(open_a_world: OpenWorld) -> None:

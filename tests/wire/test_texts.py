@@ -29,6 +29,7 @@ SEEN: list[Any] = [
     {"arguments": '{"a word": {"url": "a\\u0020word"}}'},
     {"arguments": '{"to": "a word", "to": "b"}'},
     {"arguments": '{"to": "a word'},
+    {"arguments": '["a\\u0020word"]'},
     {"a word": 1},
     {"logprobs": [{"token": "a word"}]},
 ]
