@@ -211,7 +211,7 @@ CASES: dict[str, Case] = {
             "gateway/admin/views.py": (
                 before(
                     "async def batches(parts: WorkerParts",
-                    'async def hello(parts: WorkerParts) -> dict[str, str]:\n    """The version, to greet with."""\n'
+                    'async def hello(parts: WorkerParts) -> dict[str, Any]:\n    """The version, to greet with."""\n'
                     '    return {"version": parts.version}\n\n\n',
                 ),
             ),
@@ -231,6 +231,7 @@ CASES: dict[str, Case] = {
                 before('    ("/admin/batches", "Batches"', '    ("/admin/hello", "Hello", "hello"),\n'),
             ),
             "tests/admin/world.py": (before('    "/batches",\n', '    "/hello",\n'),),
+            "docs/admin.md": (before("| Batches |", "| Hello | the version |\n"),),
             "tests/admin/test_access.py": (after('_MACHINE = "', "hello "),),
         },
         tests=("tests/admin/test_pages.py", "tests/admin/test_access.py", "tests/admin/test_api.py"),
