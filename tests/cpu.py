@@ -44,7 +44,7 @@ class CpuReport:
         said = f"took {total:.0f} s of CPU, of {CPU_S_MAX:.0f} that `./run test quick` may take"
         terminalreporter.write_line(said, red=is_over, green=not is_over)
         for file, took in self._by_file.most_common(10):
-            if took > FILE_CPU_S_MAX:
+            if is_over and took > FILE_CPU_S_MAX:
                 terminalreporter.write_line(
                     f"{took:6.1f} s in {file}: name it in tests/marks.py, or make it cheap", red=True
                 )

@@ -81,6 +81,7 @@ MARKERS: dict[str, tuple[str, ...]] = {
         "journey/test_fallbacks.py",
         "journey/test_health.py",
         "journey/test_hedging.py",
+        "journey/test_money.py",
         "journey/test_passed_responses.py",
         "journey/test_second_turn.py",
         "journey/test_silence.py",
