@@ -359,7 +359,8 @@ class OpenAIStream(msgspec.Struct, eq=False):
         chunk.
         """
         if _DONE in payloads[:-1]:  # some servers count the tokens after it
-            payloads = [*(payload for payload in payloads if payload != _DONE), _DONE]
+            end = payloads.index(_DONE)
+            payloads = [*payloads[:end], *filter(_counts, payloads[end:]), _DONE]
         position = 0
         while position < len(payloads):
             if self._template is not None:
@@ -590,3 +591,12 @@ class _Event(msgspec.Struct):
 
 def _dripped(waited_s: float) -> BackendTimeout:
     return BackendTimeout(f"The deployment sent too little within {duration_s(waited_s)}")
+
+
+def _counts(payload: bytes) -> bool:
+    """Whether an event tells the tokens of an answer, and no more of the answer."""
+    try:
+        answer = mended(payload)[1]
+    except msgspec.DecodeError:
+        return False
+    return answer.usage != NO_USAGE and not answer.choices
