@@ -390,18 +390,17 @@ class OpenAIStream(msgspec.Struct, eq=False):
                 payload, answer = mended(payload)
             except msgspec.ValidationError as failure:
                 payload, answer = reader.remade(payload, failure)
+            if (text := self._finishes.more_of(answer)) and not reader.held:
+                self._ready.append(Chunk(payload, has_content=True, has_words=not text.isspace()))
+                if self._templates_left:
+                    self._templates_left -= 1
+                    self._template = DeltaTemplate.of(payload, text)
+                return True
+            pieces = [(payload, answer)] if reader.is_usual(answer) else reader.pieces(payload, answer)
         except msgspec.DecodeError as error:
             self._fail(self.translate.not_json("stream", payload, error))
             return False
-        if (text := self._finishes.more_of(answer)) and not reader.held:
-            self._ready.append(Chunk(payload, has_content=True, has_words=not text.isspace()))
-            if self._templates_left:
-                self._templates_left -= 1
-                self._template = DeltaTemplate.of(payload, text)
-            return True
-        if reader.is_usual(answer):
-            return self._hand_on(payload, answer)
-        return all(self._hand_on(*piece) for piece in reader.pieces(payload, answer))
+        return all(self._hand_on(*piece) for piece in pieces)
 
     def _hand_on(self, payload: bytes, answer: ParsedAnswer) -> bool:
         """Hand on a piece as the reader made it; returns False if the stream is over."""
