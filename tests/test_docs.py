@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import parse_qs
@@ -80,11 +79,11 @@ def _fences(text: str, language: str) -> list[str]:
     return [textwrap.dedent(found) for found in re.findall(rf"^ *```{language}\n(.*?)^ *```$", text, re.M | re.S)]
 
 
-def _trees() -> Iterator[ast.AST]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            if path.name not in ("settings.py", "config_file.py"):
-                yield from ast.walk(ast.parse(path.read_text()))
+@functools.cache
+def _trees() -> tuple[ast.AST, ...]:
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    read = (path.read_text() for path in paths if path.name not in ("settings.py", "config_file.py"))
+    return tuple(node for text in read for node in ast.walk(ast.parse(text)))
 
 
 # -- lists ----------------------------------------------------------------------------------------------------------------
