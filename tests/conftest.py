@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import tempfile
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from httpx._transports import default as httpx_transports
 from redis.asyncio import Redis
 
 from tests.cpu import CpuReport
@@ -29,6 +31,9 @@ from tests.touches import SERVICES, services_of
 # how long an example takes says more of the machine than of the code: tests that bound time do so themselves
 hypothesis.settings.register_profile("sameway", deadline=None)
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
+
+# each of httpx's functions and each client of OpenAI's and Anthropic's would read all authorities anew: 25 ms
+httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
