@@ -28,7 +28,7 @@ from gateway.admin.charts import (
 from gateway.admin.forms import Render, add_forms
 from gateway.admin.guard import principal_of
 from gateway.admin.html import Pages, page_route, static_file, with_query
-from gateway.admin.models import StatsOut
+from gateway.admin.models import DeploymentOut, StatsOut
 from gateway.admin.parts import AdminParts
 from gateway.admin.queries import (
     GROUPS,
@@ -49,10 +49,12 @@ from gateway.wire.errors import NotFound
 
 _ROUTES_PER_PAGE = 30
 _LEDGER_PER_PAGE = 30
-_SUMS_SHOWN = 200
+_SUMS_SHOWN = 50
+_DAYS_SHOWN = 400
+_MODELS_SHOWN = 20
 _AUDIT_PER_PAGE = 100
 _PEOPLE_SHOWN = 200
-_TEAMS_PER_PAGE = 100
+_TEAMS_PER_PAGE = 30
 _LATEST = 6
 
 
@@ -115,17 +117,21 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
         )
 
     async def render_deployments(request: Request, status: int = 200, **form: Any) -> Response:
-        views_of_deployments = (await views.deployments(parts))["deployments"]
+        every, aliases = (await views.deployments(parts))["deployments"], dict[str, list[DeploymentOut]]()
+        for view in every:
+            aliases.setdefault(view.alias, []).append(view)
+        chosen, meant = request.query_params.get("model"), form.get("values", {}).get("name")
+        found = [alias for alias in aliases if chosen in (None, "", alias)]
+        if len(found) > _MODELS_SHOWN:  # what a form was about, then what is in trouble
+            found.sort(key=lambda name: min(2 * (view.name != meant) + (view.is_available is not False) for view in aliases[name]))
         return pages.render(
             request,
             "deployments.html",
             status,
-            aliases={
-                alias: [view for view in views_of_deployments if view.alias == alias]
-                for alias in dict.fromkeys(view.alias for view in views_of_deployments)
-            },
+            names={alias: alias for alias in aliases},
+            aliases={alias: aliases[alias] for alias in found[:_MODELS_SHOWN]},
             hosts=await views.or_none(parts.hosts.all()),
-            parts=[part for part in parts.healths() if part.name not in {view.name for view in views_of_deployments}],
+            parts=[part for part in parts.healths() if part.name not in {view.name for view in every}],
             **form,
         )
 
@@ -196,7 +202,8 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         by = query.get("by", "")
         if by in ("user", "tag", "region"):  # whose sums are kept by team and day alone
             where = replace(where, alias=None, deployment=None, tag=query.get("tag") or None if by == "tag" else None)
-        sums = await views.ledger_sums(parts, where, by, tag=where.tag, limit=_SUMS_SHOWN) if by in GROUPS else None
+        shown = _DAYS_SHOWN if by == "day" else _SUMS_SHOWN
+        sums = await views.ledger_sums(parts, where, by, tag=where.tag, limit=shown) if by in GROUPS else None
         page = await views.ledger(parts, where, cursor or None, _LEDGER_PER_PAGE)
         totals = await parts.ledger.totals([Group.DAY], where)
         return pages.render(
