@@ -49,12 +49,12 @@ from gateway.wire.errors import NotFound
 
 _ROUTES_PER_PAGE = 30
 _LEDGER_PER_PAGE = 30
-_SUMS_SHOWN = 50
+_SUMS_SHOWN = 24
 _DAYS_SHOWN = 400
-_MODELS_SHOWN = 20
+_MODELS_SHOWN = 15
 _AUDIT_PER_PAGE = 100
 _PEOPLE_SHOWN = 200
-_TEAMS_PER_PAGE = 30
+_TEAMS_PER_PAGE = 20
 _LATEST = 6
 
 
@@ -123,7 +123,8 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
         chosen, meant = request.query_params.get("model"), form.get("values", {}).get("name")
         found = [alias for alias in aliases if chosen in (None, "", alias)]
         if len(found) > _MODELS_SHOWN:  # what a form was about, then what is in trouble
-            found.sort(key=lambda name: min(2 * (view.name != meant) + (view.is_available is not False) for view in aliases[name]))
+            rank = lambda view: (view.name != meant, view.is_available is not False)  # noqa: E731
+            found.sort(key=lambda alias: min(map(rank, aliases[alias])))
         return pages.render(
             request,
             "deployments.html",
