@@ -112,16 +112,16 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
         for view in every:
             aliases.setdefault(view.alias, []).append(view)
         chosen, meant = request.query_params.get("model"), form.get("values", {}).get("name")
-        found = [alias for alias in aliases if chosen in (None, "", alias)]
-        if len(found) > _MODELS_SHOWN:  # what a form was about, then what is in trouble
+        shown = [alias for alias in aliases if chosen in (None, "", alias)]
+        if len(shown) > _MODELS_SHOWN:  # what a form was about, then what is in trouble
             rank = lambda view: (view.name != meant, view.is_available is not False)  # noqa: E731
-            found.sort(key=lambda alias: min(map(rank, aliases[alias])))
+            shown.sort(key=lambda alias: min(map(rank, aliases[alias])))
         return pages.render(
             request,
             "deployments.html",
             status,
             names={alias: alias for alias in aliases},
-            aliases={alias: aliases[alias] for alias in found[:_MODELS_SHOWN]},
+            aliases={alias: aliases[alias] for alias in shown[:_MODELS_SHOWN]},
             hosts=await views.or_none(parts.hosts.all()),
             parts=[part for part in parts.healths() if part.name not in {view.name for view in every}],
             **form,
