@@ -167,7 +167,7 @@ class SemanticLookup:
             return SemanticResult(similarity=result.similarity, miss_reason=reason)
         if result.differing and shows(pointed.entry, fingerprint, result.differing):
             return SemanticResult(similarity=result.similarity, miss_reason=MissReason.DOCUMENTS.value)
-        question = (fingerprint.text or "") if self._settings.log_prompts else ""
+        question = self.shown(fingerprint)
         if not is_served:
             near, would = result.similarity, pointed.entry
             return SemanticResult(similarity=near, miss_reason=OBSERVED, question=question, would=would)
@@ -229,10 +229,14 @@ class SemanticLookup:
             if is_old or not has_room or bound.error_max < verified.error_max:
                 return None
         self._pay(fingerprint, bound.error_max)
-        question = fingerprint.text if self._settings.log_prompts and fingerprint.text is not None else ""
         self.errors.charge(fingerprint.compat, trial.risk)
         self._exact.use(entry)
+        question = self.shown(fingerprint)
         return SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial, verified_by=verifier)
+
+    def shown(self, fingerprint: Fingerprint) -> str:
+        """The request's own text; empty unless prompts may be logged."""
+        return (fingerprint.text or "") if self._settings.log_prompts else ""
 
     async def point(self, fingerprint: Fingerprint, key: bytes, result: SemanticResult) -> None:
         """Point this prompt's words to the entry that the cache worker chose; that ends the claim. What a
