@@ -84,7 +84,7 @@ from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record
 from gateway.journey.semantic import SemanticLookup
 from gateway.journey.turn import Turn
-from gateway.learning.build import Learning, open_learning
+from gateway.learning.build import Learning
 from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline
 from gateway.reload import Configuration, cache_limits
@@ -338,7 +338,9 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     stack.push_async_callback(_last_flush, stats, hits, hosts := Hosts(settings, link))
     emit = _emitter(settings, log, metrics, stats, _open_traces(settings, fleet, metrics, stack))
     limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
-    learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, fleet)
+    known: dict[str, Any] = {"settings": settings, "accounts": accounts, "metrics": metrics, "fleet": fleet}
+    learning = Learning(**known, exact=exact, semantic=semantic, link=link, stats=stats)
+    await learning.open()
     lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds)
     guard, learn = _guard(settings, accounts, metrics, link, stack), learning.learn
     keys = Bearers(settings, guard.provider, accounts, guard.agents)

@@ -161,18 +161,18 @@ class SemanticLookup:
         if not isinstance(result, Hit):
             return self._missed(result, fingerprint, bound)
         is_served = verification.is_served
-        pointed = await self._exact.lookup_entry(fingerprint, result.exact, controls.max_age_s, is_served=is_served)
-        if pointed.entry is None:  # the answer is gone: no sample of misses
-            reason = pointed.miss.value if pointed.miss else "gone"
+        stored = await self._exact.lookup_entry(fingerprint, result.exact, controls.max_age_s, is_served=is_served)
+        if stored.entry is None:  # the answer is gone: no sample of misses
+            reason = stored.miss.value if stored.miss else "gone"
             return SemanticResult(similarity=result.similarity, miss_reason=reason)
-        if result.differing and shows(pointed.entry, fingerprint, result.differing):
+        if result.differing and shows(stored.entry, fingerprint, result.differing):
             return SemanticResult(similarity=result.similarity, miss_reason=MissReason.DOCUMENTS.value)
         question = self.shown(fingerprint)
         if not is_served:
-            near, would = result.similarity, pointed.entry
+            near, would = result.similarity, stored.entry
             return SemanticResult(similarity=near, miss_reason=OBSERVED, question=question, would=would)
         self.errors.charge(fingerprint.compat, 1.0 - result.trial.p if result.trial is not None else 0.0)
-        return SemanticResult(pointed.entry, result.similarity, bound.error_max, question=question, trial=result.trial)
+        return SemanticResult(stored.entry, result.similarity, bound.error_max, question=question, trial=result.trial)
 
     def _pay(self, fingerprint: Fingerprint, error_max: float) -> None:
         if self.errors.pay(fingerprint.compat, error_max):
