@@ -77,8 +77,7 @@ def answer_headers(reply: Reply) -> Headers:
         if holds.limit_headers and reply.is_leading:
             limit_headers = limit_headers | holds.limit_headers  # the tokens' limits, too
     if entry is not None:
-        hit = reply.semantic_hit
-        if hit is not None and hit.similarity is not None:
+        if (hit := reply.semantic_hit) is not None and hit.similarity is not None:
             headers.append((b"x-sameway-similarity", f"{hit.similarity:.4f}".encode()))
             if hit.verified_by:
                 headers.append((b"x-sameway-verified", b"true"))

@@ -8,7 +8,8 @@ from the exact cache, and by meaning what is certain; it never serves more.
 import contextlib
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import Self
 
 from redis.exceptions import RedisError
 
@@ -39,7 +40,7 @@ from gateway.telemetry.stats import Stats
 _log = get_logger()
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Learning:
     """The learning parts of a worker. The gateway's own requests are refused until `connect`."""
 
@@ -49,6 +50,7 @@ class Learning:
     semantic: SemanticClient
     link: RedisLink
     stats: Stats
+    _: KW_ONLY
     metrics: Metrics
     fleet: Fleet
 
@@ -87,10 +89,11 @@ class Learning:
         self.metrics.add(m.VERIFIER_COST, cost_microusd / 1e6, payer.name, alias)
         self.stats.add_question(payer.id, alias, cost_microusd)
 
-    async def open(self) -> None:
-        """Read the certificates, so that this worker counts for them."""
+    async def opened(self) -> Self:
+        """Itself, once it has read the certificates, so that this worker counts for them."""
         with contextlib.suppress(RedisError):  # without Redis nothing is served by meaning
             await self.certificates.recall()
+        return self
 
     def connect(self, pipeline: Pipeline) -> None:
         """Send the gateway's own requests to `pipeline`: checks, and questions about its undecided lookups."""

@@ -192,10 +192,10 @@ class Verifiers:
             return None
         text = generation.looked.fingerprint.text or ""
         stored = [StoredAnswer(one.text, " " * _TYPICAL_CHARS, one.differing) for one in undecided.candidates]
-        asked = self._affordable(alias, verification.verifier, team, question_chars(text, stored))
-        if asked is None:
+        chosen = self._affordable(alias, verification.verifier, team, question_chars(text, stored))
+        if chosen is None:
             return None
-        askable, expense = asked
+        askable, expense = chosen
         within_ms = None if is_observed else self._within_ms(flight, semantic, undecided, askable, expense)
         if within_ms is None and not is_observed:
             return None
@@ -402,11 +402,11 @@ class Verifiers:
         """Who is asked which of these answers move; None where nobody may be, or it costs too much."""
         alias, payer = gathered.alias, gathered.payer
         verification = self.settings.verification(alias.name, payer.team.verify)
-        asked = self._affordable(alias, verification.verifier, payer.team, question_chars("", ()) + chars)
+        chosen = self._affordable(alias, verification.verifier, payer.team, question_chars("", ()) + chars)
         cost_max = self.settings.cache.verify_share * gathered.cost_microusd
-        if asked is None or self._is_busy or asked[1].cost_microusd > cost_max:
+        if chosen is None or self._is_busy or chosen[1].cost_microusd > cost_max:
             return None
-        return self._verifier(asked[0], payer, alias.name, {})
+        return self._verifier(chosen[0], payer, alias.name, {})
 
     def of(self, record: Record, space: bytes) -> Judge | None:
         """The judge of a request's fresh answer, in its namespace; None where no verifier is named."""
@@ -425,10 +425,10 @@ class Verifiers:
         if alias is None:
             return none
         chars = len(fresh.prompt) + len(fresh.answer) + len(cached.answer) + question_chars("", ())
-        asked = self._affordable(alias, verification.verifier, payer.team, chars, times=2)
-        if asked is None:
+        chosen = self._affordable(alias, verification.verifier, payer.team, chars, times=2)
+        if chosen is None:
             return none
-        askable, _ = asked
+        askable, _ = chosen
         labels = {name: text for name in _LABELS if (text := getattr(record.request, name))}
         verifier = self._verifier(askable, payer, record.request.alias, labels)
         await askable.exam.sit(verifier, self._recent, space, fresh)
