@@ -55,7 +55,7 @@ from gateway.journey.holds import Holds
 from gateway.journey.loops import LoopDetector
 from gateway.journey.masks import Masks
 from gateway.journey.outcomes import Looked, SemanticResult
-from gateway.journey.rate_limits import Headers, Limits
+from gateway.journey.rate_limits import LimitHeaders, Limits
 from gateway.journey.record import Record
 from gateway.journey.recorded_answers import RecordedAnswers, may_be_awaited
 from gateway.journey.recording import ended_with, record_of
@@ -132,7 +132,7 @@ class Pipeline:
         identity: Identity,
         attend: Callable[[Reply], None],
         own_alias: Alias | None = None,
-        taken: Eager[Headers] | None = None,
+        taken: Eager[LimitHeaders] | None = None,
     ) -> Reply:
         """The reply to `turn`, begun. `own_alias`: an alias of the gateway's own, for its own
         requests. `taken`: the headers of rate limits, if the request was counted before.

@@ -1,5 +1,5 @@
-"""The verifiers of this worker's requests: whom to ask about a stored answer, whether it pays, and
-what follows from its word.
+"""The verifiers of this worker's requests: which one is asked about a stored answer, whether it
+pays, and what follows from its word.
 
 A question is a request of the gateway's own at the expense of the asking team. With `verifier:
 auto` the cheapest deployment of the request's own alias that can chat is asked; where there is
@@ -50,7 +50,7 @@ from gateway.learning.verifier import (
     Verifier,
     question_chars,
 )
-from gateway.learning.whom import Askable, Whom
+from gateway.learning.verifier_pool import Askable, VerifierPool
 from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline
 from gateway.settings import AUTO, Settings
@@ -131,7 +131,7 @@ class Verifiers:
     count: CountVerdict
 
     def __post_init__(self) -> None:
-        self.whom = Whom(self.fleet, random.random)
+        self.pool = VerifierPool(self.fleet, random.random)
         self._recent = Recent()
         self._calibration = Calibration()
         self._running: set[asyncio.Task[Any]] = set()
@@ -209,9 +209,8 @@ class Verifiers:
         no yes could be served.
         """
         fingerprint, alias = flight.generation.looked.fingerprint, flight.generation.alias
-        ps = [
-            self._p(fingerprint, candidate, is_first=not place) for place, candidate in enumerate(undecided.candidates)
-        ]
+        space, said = _namespace(fingerprint), [candidate.p for candidate in undecided.candidates]
+        ps = [self._calibration.p(space, p, is_first=not place) for place, p in enumerate(said)]
         least_risk = risk_of(max(ps), false_yes_again(askable.exam.false_yes))
         if not self._has_room(fingerprint, semantic, least_risk):
             return None
@@ -299,12 +298,10 @@ class Verifiers:
             verified_by=asking.verifier,
         )
 
-    def _p(self, fingerprint: Fingerprint, candidate: Asked, *, is_first: bool) -> float:
-        """The probability that a candidate's answer is right."""
-        return self._calibration.p(_namespace(fingerprint), candidate.p, is_first=is_first)
-
     def _p_of(self, question: _Question, answer: _Answer) -> float:
-        return self._p(question.fingerprint, answer.candidate, is_first=answer.is_first)
+        """The probability that a candidate's answer is right."""
+        space = _namespace(question.fingerprint)
+        return self._calibration.p(space, answer.candidate.p, is_first=answer.is_first)
 
     def _has_room(self, fingerprint: Fingerprint, semantic: SemanticResult, risk: float) -> bool:
         """Whether the error account has room for a hit with this risk."""
@@ -350,10 +347,10 @@ class Verifiers:
     def _affordable(
         self, alias: Alias, verifier: str | None, payer: Team, chars: int, times: int = 1
     ) -> tuple[Askable, Expense] | None:
-        """Whom to ask about an answer of `alias`, and what a question with so many characters is expected
+        """The verifier of an answer of `alias`, and what a question with so many characters is expected
         to cost; None where nobody may be asked now, or it costs the team too much.
         """
-        askable = self.whom.to_ask(alias, verifier)
+        askable = self.pool.to_ask(alias, verifier)
         tokens = chars // _CHARS_PER_TOKEN
         demand = Demand(tokens, REPLY_TOKENS_MAX, _REPLY_TOKENS, prompt_tokens_max=chars)
         expense = askable.expected(demand) if askable is not None else None
@@ -369,26 +366,16 @@ class Verifiers:
     def _verifier(
         self, askable: Askable, payer: Identity, alias: str, labels: _Labels, asking: Asking | None = None
     ) -> Verifier:
-        ask = partial(self._ask, askable, payer, alias, labels, asking)
-        return Verifier(askable.alias.name, ask, askable.name, has_odds=askable.has_odds)
+        async def ask(body: dict[str, Any]) -> bytes | None:
+            reply = await self.requests.ask(body, payer, askable.alias, _WITHIN_S, labels)
+            if asking is not None:
+                asking.cost_microusd += reply.cost_microusd
+                asking.verifier = reply.deployment or asking.verifier
+            self.spending.add(payer.team.id, reply.cost_microusd)
+            self.note(payer.team, alias, reply.cost_microusd, "failed" if reply.whole is None else "answered")
+            return reply.whole
 
-    async def _ask(
-        self,
-        askable: Askable,
-        payer: Identity,
-        alias: str,
-        labels: _Labels,
-        asking: Asking | None,
-        body: dict[str, Any],
-    ) -> bytes | None:
-        team = payer.team
-        reply = await self.requests.ask(body, payer, askable.alias, _WITHIN_S, labels)
-        if asking is not None:
-            asking.cost_microusd += reply.cost_microusd
-            asking.verifier = reply.deployment or asking.verifier
-        self.spending.add(team.id, reply.cost_microusd)
-        self.note(team, alias, reply.cost_microusd, "failed" if reply.whole is None else "answered")
-        return reply.whole
+        return Verifier(askable.alias.name, ask, askable.name, has_odds=askable.has_odds)
 
     # -- after a miss
 
@@ -421,7 +408,7 @@ class Verifiers:
         if payer is None:
             return none
         verification = self.settings.verification(record.request.alias, payer.team.verify)
-        alias = self.whom.alias(record.request.model or record.request.alias)
+        alias = self.pool.alias(record.request.model or record.request.alias)
         if alias is None:
             return none
         chars = len(fresh.prompt) + len(fresh.answer) + len(cached.answer) + question_chars("", ())
@@ -437,7 +424,7 @@ class Verifiers:
     def check(self, record: Record, risk: float, *, is_wrong: bool) -> None:
         """Take in what a check found of a hit on a verifier's word, which had this risk."""
         verifier = self.settings.verification(record.request.alias).verifier
-        exam = self.whom.exams.get(record.verifier.verifier if verifier == AUTO else verifier or "")
+        exam = self.pool.exams.get(record.verifier.verifier if verifier == AUTO else verifier or "")
         if exam is not None:
             exam.check(risk, is_wrong=is_wrong)
 
