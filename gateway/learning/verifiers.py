@@ -209,8 +209,8 @@ class Verifiers:
         no yes could be served.
         """
         fingerprint, alias = flight.generation.looked.fingerprint, flight.generation.alias
-        space, said = _namespace(fingerprint), [candidate.p for candidate in undecided.candidates]
-        ps = [self._calibration.p(space, p, is_first=not place) for place, p in enumerate(said)]
+        namespace, said = _namespace(fingerprint), [candidate.p for candidate in undecided.candidates]
+        ps = [self._calibration.p(namespace, p, is_first=not place) for place, p in enumerate(said)]
         least_risk = risk_of(max(ps), false_yes_again(askable.exam.false_yes))
         if not self._has_room(fingerprint, semantic, least_risk):
             return None
@@ -300,8 +300,8 @@ class Verifiers:
 
     def _p_of(self, question: _Question, answer: _Answer) -> float:
         """The probability that a candidate's answer is right."""
-        space = _namespace(question.fingerprint)
-        return self._calibration.p(space, answer.candidate.p, is_first=answer.is_first)
+        namespace = _namespace(question.fingerprint)
+        return self._calibration.p(namespace, answer.candidate.p, is_first=answer.is_first)
 
     def _has_room(self, fingerprint: Fingerprint, semantic: SemanticResult, risk: float) -> bool:
         """Whether the error account has room for a hit with this risk."""
@@ -316,8 +316,8 @@ class Verifiers:
             if choice.number is not None and 0 <= choice.number < number:
                 continue  # it chose a likelier one, and said nothing of this
             if choice.number is not None:
-                space, false_yes = _namespace(fingerprint), askable.exam.false_yes
-                self._calibration.learn(space, candidate.p, false_yes, is_first=answer.is_first, is_yes=is_chosen)
+                namespace, false_yes = _namespace(fingerprint), askable.exam.false_yes
+                self._calibration.learn(namespace, candidate.p, false_yes, is_first=answer.is_first, is_yes=is_chosen)
             # one that it passed over is as likely as not another wording of the chosen answer
             is_right = True if is_chosen else False if choice.number == -1 else None
             verdict = Verdict(
@@ -338,9 +338,9 @@ class Verifiers:
             await self.verdicts.take(fingerprint.partition, id, verdict, about)
 
     async def _examine(self, question: _Question) -> None:
-        stored, space = question.answers[0].stored, _namespace(question.fingerprint)
+        stored, namespace = question.answers[0].stored, _namespace(question.fingerprint)
         pair = QAPair(stored.prompt, stored.answer)
-        await question.askable.exam.sit(self._of(question), self._recent, space, pair)
+        await question.askable.exam.sit(self._of(question), self._recent, namespace, pair)
 
     # -- questions
 
@@ -395,14 +395,14 @@ class Verifiers:
             return None
         return self._verifier(chosen[0], payer, alias.name, {})
 
-    def of(self, record: Record, space: bytes) -> Judge | None:
+    def of(self, record: Record, namespace: bytes) -> Judge | None:
         """The judge of a request's fresh answer, in its namespace; None where no verifier is named."""
         alias = record.request.alias
         if self._is_busy or self.settings.verification(alias).verifier is None:
             return None
-        return _AfterMiss(partial(self._judge, record, space))
+        return _AfterMiss(partial(self._judge, record, namespace))
 
-    async def _judge(self, record: Record, space: bytes, fresh: QAPair, cached: QAPair) -> Judgement:
+    async def _judge(self, record: Record, namespace: bytes, fresh: QAPair, cached: QAPair) -> Judgement:
         none = Judgement(Ruling.UNKNOWN, "", NO_ANSWER)
         payer = await self.accounts.of_key(record.request.key_id)
         if payer is None:
@@ -418,7 +418,7 @@ class Verifiers:
         askable, _ = chosen
         labels = {name: text for name in _LABELS if (text := getattr(record.request, name))}
         verifier = self._verifier(askable, payer, record.request.alias, labels)
-        await askable.exam.sit(verifier, self._recent, space, fresh)
+        await askable.exam.sit(verifier, self._recent, namespace, fresh)
         return await verifier.judge(fresh, cached) if askable.exam.counts else none
 
     def check(self, record: Record, risk: float, *, is_wrong: bool) -> None:
