@@ -391,9 +391,9 @@ class ExactCache:
         return entry if ttl_s == entry.ttl_s else msgspec.structs.replace(entry, ttl_s=float(ttl_s))
 
     def store_local(self, entry: Entry) -> None:
-        """Put an entry into this process' L1 at once, before Redis has it."""
-        entry = self._lived(entry)
-        if self.is_l1_on and entry.expires_at > self._clock():
+        """Put an entry into this process' L1 at once, before Redis has it; a curated one stays, as in Redis."""
+        entry, held = self._lived(entry), self._l1.lookup(entry.partition, entry.exact)
+        if self.is_l1_on and entry.expires_at > self._clock() and not (held is not None and held.is_curated):
             self._l1.store(entry)
 
     async def store(

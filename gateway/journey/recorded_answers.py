@@ -23,7 +23,7 @@ from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
 from gateway.journey.outcomes import Looked, SemanticResult, Spent, Stored
 from gateway.journey.queue import ranking
-from gateway.journey.rate_limits import Headers, Limits
+from gateway.journey.rate_limits import LimitHeaders, Limits
 from gateway.journey.semantic import SemanticLookup
 from gateway.journey.storing import MAKER, lifetime, recorded
 from gateway.journey.trace import maker_of
@@ -53,7 +53,7 @@ class RecordedAnswers:
         self._limits = limits
 
     async def look(
-        self, turn: Turn, identity: Identity, alias: Alias, fingerprint: Fingerprint, taken: Eager[Headers] | None
+        self, turn: Turn, identity: Identity, alias: Alias, fingerprint: Fingerprint, taken: Eager[LimitHeaders] | None
     ) -> Looked:
         """3 and 4, in one round trip: limits, exact entry, deployment that saw this prefix last.
 

@@ -150,7 +150,9 @@ async def test_a_curated_answer_neither_expires_nor_gives_way(
     async with following(exact, redis_server.url):
         assert (await exact.store(_curated("Why?", clock.now))).refusal is None
         clock.now += 10 * 365 * 86_400
+        held = (await exact.lookup(ask("Why?"))).entry
         exact.store_local(entry_for(ask("Why?"), clock.now, "generated"))
+        assert exact.lookup_local(ask("Why?")) == held
         assert (await exact.store(entry_for(ask("Why?"), clock.now, "generated"))).refusal is Refusal.CURATED
         for n in range(30):
             assert (await exact.store(entry_for(ask(f"{n}?"), clock.now, "x" * 3_000))).refusal is None
