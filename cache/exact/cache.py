@@ -436,7 +436,7 @@ class ExactCache:
             if put.refusal is None and self.purges.reach(entry, asked_at):  # now, as the purge may not have seen it
                 self._l1.drop(entry)
                 await self._store.purge(entry.partition, [entry.exact])
-                return StoreResult(Refusal.PURGED_MEANWHILE, packed.size_bytes)
+                return StoreResult(Refusal.PURGED, packed.size_bytes)
         return StoreResult(put.refusal, packed.size_bytes, len(put.evicted))
 
     async def store_warm(self, fp: Fingerprint, warm: str) -> None:

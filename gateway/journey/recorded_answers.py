@@ -156,7 +156,7 @@ class RecordedAnswers:
             return Stored(spent, None, refusal.value)
         entry = _entry_of(flight, spent, ttl_s, stale_s, is_findable=is_findable)
         if self._exact.purges.reach(entry, generation.turn.arrival.at_s):
-            return Stored(spent, None, Refusal.PURGED_MEANWHILE.value)
+            return Stored(spent, None, Refusal.PURGED.value)
         self._exact.store_local(entry)
         return Stored(spent, entry, "stored")
 
