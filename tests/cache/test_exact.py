@@ -365,6 +365,7 @@ async def test_a_purge_removes_what_matches_everywhere(
         await purger.store(entry_for(fps["a"], clock.now - 55))
         for name in ("b", "c", "d"):
             await purger.store(entry_for(fps[name], clock.now, labels=labels.get(name, {})))
+        entries = {name: (await reader.lookup(fp)).entry for name, fp in fps.items()}
         for fp in fps.values():
             assert (await reader.lookup(fp)).entry is not None
             assert reader.lookup_local(fp) is not None
@@ -380,6 +381,12 @@ async def test_a_purge_removes_what_matches_everywhere(
             assert (purger.lookup_local(fp) is None) or name not in expected
             assert ((await reader.lookup(fp)).entry is None) is (name in expected)
         assert (await purger.stats()).size_bytes == before - done.size_bytes
+        for name, entry in entries.items():  # as if its request had come before the purge, and then after it
+            assert entry is not None
+            late = await reader.store(entry, asked_at=clock.now - 1)
+            assert (late.refusal is Refusal.PURGED) is reader.is_purged(entry, clock.now - 1) is (name in expected)
+            assert ((await purger.lookup(fps[name])).entry is None) is (name in expected)
+            assert (await reader.store(entry, asked_at=clock.now + 1)).refusal is None
 
 
 async def test_a_purge_counts_answers_and_no_wordings(exact: ExactCache, clock: Clock) -> None:
