@@ -413,8 +413,8 @@ def _bad_request(error: RequestValidationError) -> BadRequest:
     # the first part is the place (body, query, path), the rest are names of fields
     path = ".".join(str(part) for part in first["loc"][1:])
     if first["type"] == "missing":
-        given = first["input"] or ()
-        return MissingField(path, given) if path else BadRequest("Send a body: a JSON object", code=MissingField.code)
+        nothing = BadRequest("Send a body: a JSON object", code=MissingField.code)
+        return MissingField(path, first["input"] or ()) if path else nothing
     if first["type"] == "extra_forbidden":
         return BadRequest(f"Unknown field: {path}", param=path, code="unknown_parameter")
     message = in_json_words(first["msg"].removeprefix("Value error, "))

@@ -5,7 +5,7 @@ Managed servers check them; a local engine would ignore such a field. Sources: O
 these errors have. Pure. Knows no deployments.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -69,12 +69,16 @@ class _EngineAllowedTools(msgspec.Struct):
     tools: Annotated[list[dict[str, Any]], Meta(min_length=1)]
 
 
-_LIMITS = {
-    "`array` of length <=": "array_above_max_length",
-    "`array` of length >=": "empty_array",
-    "`string` of length <=": "string_above_max_length",
-}
-"""OpenAI's code by a part of the error about a value beyond a limit."""
+class _Limit(NamedTuple):
+    sign: str  # a part of the error about a value beyond it
+    code: str
+
+
+_LIMITS = (
+    _Limit("`array` of length <=", code="array_above_max_length"),
+    _Limit("`array` of length >=", code="empty_array"),
+    _Limit("`string` of length <=", code="string_above_max_length"),
+)
 
 
 def check_rules(body: dict[str, Any], kind: Kind) -> None:
@@ -137,7 +141,7 @@ def _checked(owner: Any, shape: type[Any], where: str = "") -> Any:
     try:
         return convert(given, shape, where)
     except BadRequest as error:
-        error.error_code = next((code for sign, code in _LIMITS.items() if sign in error.message), error.error_code)
+        error.error_code = next((limit.code for limit in _LIMITS if limit.sign in error.message), error.error_code)
         error.param = error.param and error.param.removesuffix("[...]")
         raise
 
