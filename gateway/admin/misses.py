@@ -25,6 +25,7 @@ CAUSES: Mapping[str, str] = {
     "doubt": "Near prompts in other words, and the rule cannot tell whether their answers are right. A verifier can: name one in "
     "`cache.verifier`. Comparisons and reported answers teach the rule slowly.",
     "loading": "The encoder was not ready yet: it loads in seconds after a start.",
+    "observed": "Would have been served: `verify` is `observe`, which serves nothing by meaning. Leave it out to serve them.",
     "off": "Turned off, by the settings, the team or the request.",
     "ineligible": "Only chats that end with one text of the user, within the encoder's window, are found by meaning.",
     "outage": "The cache worker, the vector engine or Redis did not answer in time: see the status page.",
@@ -41,6 +42,7 @@ _REASONS = {
     "vetoes": "numbers marks",
     "doubt": "words unsure strict tightened suspended",
     "loading": "loading",
+    "observed": "observed",
     "off": "off off_for_team no-cache",
     "ineligible": "not_eligible too_long",
     "outage": "timeout unavailable index",
