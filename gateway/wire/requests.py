@@ -304,7 +304,8 @@ def convert(body: dict[str, Any], shape: type[Any], prefix: str = "", *, is_stri
         if problem.startswith(_ABOUT_FIELDS):
             param = ".".join(part for part in (param, problem.split("`")[1]) if part)
             if problem.startswith(_MISSING):
-                raise MissingField(param, () if "[...]" in path else reduce(getitem, steps_of(path), body)) from None
+                given = () if "[...]" in path else reduce(getitem, steps_of(path), body)
+                raise MissingField(param, given) from None
             problem = f"Unknown field: {param}; there is {values}"
             raise BadRequest(problem, param=param, code="unknown_parameter") from None
         code = "invalid_type" if "got" in problem else "invalid_value"
