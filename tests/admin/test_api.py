@@ -419,14 +419,21 @@ async def test_why_prompts_do_not_hit(world: World, client: httpx.AsyncClient) -
         world.stats.add(miss(request_id=f"req_{number}", alias="a", miss_reason=reason))
     world.stats.add(miss(request_id="req_5", alias="b", miss_reason="a reason of tomorrow"))
     world.stats.add(miss(request_id="req_6", alias="b", cache="exact", miss_reason=""))
+    world.stats.add(miss(request_id="req_7", alias="c", miss_reason="words"))
     await world.stats.flush()
     found = (await client.get("/admin/api/cache/misses")).json()
-    assert found["misses"] == 5
+    assert found["misses"] == 6
     told = [(one["model"], one["cause"], one["count"], one["share"]) for one in found["causes"]]
-    assert told == [("a", "vetoes", 3, 0.75), ("a", "documents", 1, 0.25), ("b", "other", 1, 1.0)]
+    assert told == [
+        ("a", "vetoes", 3, 0.75),
+        ("a", "documents", 1, 0.25),
+        ("b", "other", 1, 1.0),
+        ("c", "doubt", 1, 1.0),
+    ]
     assert found["causes"][0]["example"]["nearest"] == "a near prompt"
     assert found["causes"][0]["example"]["request_id"] == "req_1"
     assert "other questions" in found["causes"][0]["advice"]
+    assert "name one in `cache.verifier`" in found["causes"][-1]["advice"]
 
 
 async def test_what_would_save_most_comes_first(world: World, client: httpx.AsyncClient) -> None:

@@ -361,12 +361,16 @@ async def test_a_request_says_where_its_time_and_money_went(world: World, browse
     for words in (
         "semantic lookup",
         "55 ms",
-        "a verifier settles it",
+        "The verifier small said: no.",
         "of which 1,000 make",
         "of which 500 make",
         "user &lt;b&gt;ann",
     ):
         assert words in page
+    assert "name one in" not in page
+    world.stats.add(miss(request_id="req_unasked", miss_reason="words"))
+    await world.stats.flush()
+    assert "A verifier can: name one in" in (await browser.get("/admin/requests")).text
 
 
 async def test_deployments_tell_how_they_are(world: World, browser: httpx.AsyncClient) -> None:
