@@ -227,7 +227,7 @@ BACKGROUND_RESPONSES = _counter(
     "Responses in the background that ended at their worker: completed, failed or cancelled.",
     "outcome",
 )
-LOG_DROPPED = _counter("sameway_log_lines_dropped_total", "Log lines given up because the log's reader was too slow.")
+LOG_DROPPED = _counter("sameway_log_lines_dropped_total", "Log lines given up because the log's reader was too slow, or its disk full.")
 SERIES_DROPPED = _counter(
     "sameway_metric_series_dropped_total", "Series that found no room: label values without a bound."
 )
