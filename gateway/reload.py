@@ -54,7 +54,7 @@ class Configuration:
 
     def __post_init__(self) -> None:
         self.kept = frozenset[str]()  # the aliases that come from the database
-        self.refused = ""  # why the latest one was, until another is taken
+        self.refused = ""  # why the latest file was, until one is taken
         self.at_s = time.time()  # of the latest switch
         self._fleet = self._pipeline.fleet
         self._audit = Audit(self._pipeline.accounts.database)
@@ -63,6 +63,7 @@ class Configuration:
         self._next: tuple[Settings, Fleet] | None = None
         self._leaving: list[Deployment] = []
         self.metrics.set(m.CONFIG_LOADED, self.at_s)
+        self.metrics.set(m.CONFIG_REFUSED, 0)
 
     async def obey(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what the supervisor asks. Raises SettingsError, OSError, ValueError."""
@@ -144,7 +145,7 @@ class Configuration:
         self._learning.take(settings.cache)
         for applied in self.applied:
             applied()
-        self.refused, self.at_s = "", time.time()
+        self.at_s = time.time()
         self.metrics.set(m.CONFIG_LOADED, self.at_s)
         self.metrics.add(m.CONFIG_RELOADS, 1, "taken")
 
@@ -160,9 +161,10 @@ class Configuration:
             gc.collect()  # a deployment and its shared health refer to each other, and collections are rare
 
     def refuse(self, reason: str, *, is_first: bool) -> None:
-        """The supervisor could not take a configuration. `is_first`: this worker counts it for the host."""
+        """The supervisor could not take the file, for a `reason`, or could. `is_first`: this worker counts for the host."""
         self.refused = reason
-        if is_first:
+        self.metrics.set(m.CONFIG_REFUSED, bool(reason))
+        if reason and is_first:
             self.metrics.add(m.CONFIG_RELOADS, 1, "refused")
 
 

@@ -57,6 +57,7 @@ class Money:
         self._living: dict[str, Hold] = {}
         self._away_since: float | None = None  # when Redis first failed of late, by the steady clock
         self._unsettled: deque[_Unsettled] = deque()
+        self._refusal = ""  # what Redis said of the latest row that it refused, until it takes one
         self._settled: dict[str, range] = {}  # where the spool has rows, by their ids
         self._written: deque[tuple[int, dict[str, range]]] = deque()  # the same, by a time when Redis had the rows
 
@@ -174,12 +175,15 @@ class Money:
                 row = waiting.row
                 is_new = await self._budgets.settle(waiting.hold, row.cost_microusd, encode_row(row), row.charges)
             except ResponseError as error:  # the next retry begins with another row
-                _log.warning("ledger_row_refused", hold=waiting.hold.id, reason=str(error))
+                if str(error) != self._refusal:
+                    _log.warning("ledger_row_refused", hold=waiting.hold.id, reason=str(error))
+                self._refusal = str(error)
                 self._unsettled.rotate(-1)
                 return
             except RedisError:
                 waiting.was_settled = False  # it may be settled now
                 return
+            self._refusal = ""
             self._unsettled.popleft()
             if is_new or not waiting.was_settled:
                 self._keep_until_saved(row.id, waiting.spooled)

@@ -11,6 +11,7 @@ import math
 import os
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -38,7 +39,7 @@ from policies.replicas import Reading
 _LOOK_EVERY_S = 0.5
 _LOOK_TIMEOUT_S = 6.0  # longer than the time-outs of Redis and the cache worker: only the database can be late
 _DESCRIPTORS_SHARE_MAX = 0.9
-_CACHE_WORKER, _VECTOR_ENGINE = "cache worker", "vector engine"
+_CACHE_WORKER, _VECTOR_ENGINE, _FILES = "cache worker", "vector engine", "files"
 _UNREAD = Reading(*[math.nan] * len(Reading.__struct_fields__))
 _LACKS = "its user lacks a permission"
 # a write that changes nothing fails if writes do (disk or memory full, a replica), or scripts
@@ -60,6 +61,7 @@ class HealthMonitor:
     fleet: Fleet
     money: Money
     pipeline: Pipeline
+    files_trouble: Callable[[], str] = lambda: ""
 
     def __post_init__(self) -> None:
         self._redis_error = "not asked yet"
@@ -155,6 +157,7 @@ class HealthMonitor:
             GatewayPart("database", PartHealth.DOWN if self._database_error else PartHealth.OK, self._database_error),
             *([worker] if self.settings.needs_cache_worker else ()),
             *self._engine(),
+            *([GatewayPart(_FILES, PartHealth.DOWN, why)] if (why := self.files_trouble()) else ()),
             *(self._part(deployment) for deployment in self.fleet.deployments),
         ]
 
@@ -190,7 +193,7 @@ class HealthMonitor:
         # before the first readiness every part must be ready, except deployments that are down, not
         # starting, and an embedder that can't be loaded; afterwards each alias needs only one
         # available deployment
-        may_be_down = {_VECTOR_ENGINE, *(deployment.name for deployment in self.fleet.deployments)}
+        may_be_down = {_VECTOR_ENGINE, _FILES, *(deployment.name for deployment in self.fleet.deployments)}
         if self._cache.state is WorkerState.FAILED:
             may_be_down.add(_CACHE_WORKER)
         is_up = all(
