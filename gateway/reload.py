@@ -80,7 +80,8 @@ class Configuration:
             case "announce" if request["is_first"]:
                 await self.link.execute_command("PUBLISH", CONFIG_CHANNEL, f"{self._here} {os.urandom(8).hex()}")
             case "refused":
-                self.refuse(request["reason"], is_first=request["is_first"])
+                self.refused = request["reason"]
+                self.metrics.set(m.CONFIG_REFUSED, bool(self.refused))
         return {}
 
     async def follow(self) -> None:
@@ -147,7 +148,6 @@ class Configuration:
             applied()
         self.at_s = time.time()
         self.metrics.set(m.CONFIG_LOADED, self.at_s)
-        self.metrics.add(m.CONFIG_RELOADS, 1, "taken")
 
     async def settle(self) -> None:
         """Close the deployments that have gone, once no request is left that began before this call."""
@@ -159,13 +159,6 @@ class Configuration:
             await _close(leaving)
             del leaving
             gc.collect()  # a deployment and its shared health refer to each other, and collections are rare
-
-    def refuse(self, reason: str, *, is_first: bool) -> None:
-        """The supervisor could not take the file, for a `reason`, or could. `is_first`: this worker counts for the host."""
-        self.refused = reason
-        self.metrics.set(m.CONFIG_REFUSED, bool(reason))
-        if reason and is_first:
-            self.metrics.add(m.CONFIG_RELOADS, 1, "refused")
 
 
 async def _close(deployments: list[Deployment]) -> None:

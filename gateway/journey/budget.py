@@ -8,6 +8,7 @@ has lost it, from this process or a later one.
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
@@ -29,8 +30,8 @@ from policies.counters import Need
 
 _RETRY_EVERY_S = 0.5
 _HELD_AGAIN_S = 0.1
-_ADOPT_EVERY_S = 5.0
 _CONFIRM_EVERY_S = 2.0
+_ADOPT_EVERY = 3  # looks
 _LAST_CONFIRM_S = 1.0
 _log = get_logger()
 
@@ -145,14 +146,11 @@ class Money:
         await asyncio.gather(self._keep_settling(), self._keep_comparing())
 
     async def _keep_comparing(self) -> None:
-        adopt_in_s = 0.0
-        while True:
-            if adopt_in_s <= 0:
+        for look in itertools.count():
+            if look % _ADOPT_EVERY == 0:
                 await self.adopt()
-                adopt_in_s = _ADOPT_EVERY_S
             await self.confirm()
             await asyncio.sleep(_CONFIRM_EVERY_S)
-            adopt_in_s -= _CONFIRM_EVERY_S
 
     async def _keep_settling(self) -> None:
         renew_in_s = 0.0
@@ -161,11 +159,9 @@ class Money:
             await asyncio.sleep(_RETRY_EVERY_S)
             renew_in_s -= _RETRY_EVERY_S
             if renew_in_s <= 0 and self._living:
-                renew_in_s = self._settings.hold_lease_s / 4
-                try:
+                with contextlib.suppress(RedisError):  # else at the next retry
                     await self._budgets.renew(tuple(self._living.values()), self._settings.hold_lease_s)
-                except RedisError:
-                    renew_in_s = _RETRY_EVERY_S
+                    renew_in_s = self._settings.hold_lease_s / 4
 
     async def retry(self) -> None:
         """Settle the waiting rows, oldest first, until Redis fails again or refuses one."""

@@ -310,8 +310,7 @@ class _Bridge(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            level = record.levelname.lower()
-            known = level if level in ("debug", "info", "warning", "error", "critical") else "info"
-            getattr(get_logger(record.name), known)(record.getMessage(), exc_info=record.exc_info or None)
+            level = min(record.levelno // 10 * 10, logging.CRITICAL)  # that of a name that structlog knows
+            get_logger(record.name).log(level, record.getMessage(), exc_info=record.exc_info or None)
         except Exception:
             self.handleError(record)

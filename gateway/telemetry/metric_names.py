@@ -227,9 +227,7 @@ BACKGROUND_RESPONSES = _counter(
     "Responses in the background that ended at their worker: completed, failed or cancelled.",
     "outcome",
 )
-LOG_DROPPED = _counter(
-    "sameway_log_lines_dropped_total", "Log lines given up: its reader was too slow, or its disk full."
-)
+LOG_DROPPED = _counter("sameway_log_lines_dropped_total", "Log lines given up: a slow reader, or a full disk.")
 SERIES_DROPPED = _counter(
     "sameway_metric_series_dropped_total", "Series that found no room: label values without a bound."
 )
@@ -304,11 +302,6 @@ SEMANTIC_STRICTNESS = _gauge(
     Merge.MIN,
     "What the bound is multiplied with now: below 1 it has tightened itself.",
     "team model",
-)
-CONFIG_RELOADS = _counter(
-    "sameway_config_reloads_total",
-    "Changed configurations: taken (once for each worker) or refused (once for the host).",
-    "outcome",
 )
 CONFIG_REFUSED = _gauge(
     "sameway_config_refused",

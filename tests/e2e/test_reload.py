@@ -130,18 +130,16 @@ def test_a_wrong_file_changes_nothing_and_is_told(changing: Changing) -> None:
         return [one for one in told if "models.mock.policy" in one]
 
     changing.takes()
-    before = changing.metric('sameway_config_reloads_total{outcome="refused"}')
     wrong = changing.config()
     wrong["models"]["mock"]["policy"] = "cheepest"
     changing.write(wrong)
-    wait_for(lambda: changing.metric('sameway_config_reloads_total{outcome="refused"}') == before + 1)
+    wait_for(lambda: changing.metric("sameway_config_refused ") == 1)
     told = changing.command()
     assert told.returncode == 2
     assert "models.mock.policy" in told.stderr
     assert "cheapest" in told.stderr
     assert changing.asks("mock") == 200
     assert problems()
-    assert changing.metric("sameway_config_refused ") == 1
     assert "reload_refused" in changing.gateway.log.read_text()
     changing.write(changing.config())
     wait_for(lambda: changing.metric("sameway_config_refused ") == 0)
