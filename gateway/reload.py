@@ -55,14 +55,12 @@ class Configuration:
     def __post_init__(self) -> None:
         self.kept = frozenset[str]()  # the aliases that come from the database
         self.refused = ""  # why the latest file was, until one is taken
-        self.at_s = time.time()  # of the latest switch
         self._fleet = self._pipeline.fleet
         self._audit = Audit(self._pipeline.accounts.database)
         self._here = f"{socket.gethostname()}:{self.settings.run_dir}"
         self.applied: list[Callable[[], None]] = []
         self._next: tuple[Settings, Fleet] | None = None
         self._leaving: list[Deployment] = []
-        self.metrics.set(m.CONFIG_LOADED, self.at_s)
         self.metrics.set(m.CONFIG_REFUSED, 0)
 
     async def obey(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -146,8 +144,6 @@ class Configuration:
         self._learning.take(settings.cache)
         for applied in self.applied:
             applied()
-        self.at_s = time.time()
-        self.metrics.set(m.CONFIG_LOADED, self.at_s)
 
     async def settle(self) -> None:
         """Close the deployments that have gone, once no request is left that began before this call."""

@@ -180,7 +180,6 @@ class HealthMonitor:
     def report(self) -> dict[str, Any]:
         """The body of `/readyz`."""
         parts = self.parts()
-        is_all_there = all(part.health in (PartHealth.OK, PartHealth.UNASKED) for part in parts)
         # what a provider does, and what an operator took out of use, is so on every host: no balancer
         # has a better one, and only requests find out that a deployment is back
         unanswerable = {
@@ -193,9 +192,8 @@ class HealthMonitor:
         # before the first readiness every part must be ready, except deployments that are down, not
         # starting, and an embedder that can't be loaded; afterwards each alias needs only one
         # available deployment
-        may_be_down = {_VECTOR_ENGINE, _FILES, *(deployment.name for deployment in self.fleet.deployments)}
-        if self._cache.state is WorkerState.FAILED:
-            may_be_down.add(_CACHE_WORKER)
+        failed = [_CACHE_WORKER] if self._cache.state is WorkerState.FAILED else []
+        may_be_down = {_VECTOR_ENGINE, _FILES, *failed, *(one.name for one in self.fleet.deployments)}
         is_up = all(
             part.health is PartHealth.OK or (part.name in may_be_down and part.health is not PartHealth.STARTING)
             for part in parts
@@ -203,7 +201,7 @@ class HealthMonitor:
         self.was_ready = self.was_ready or (is_answerable and is_up)
         return {
             "is_ready": self.was_ready and is_answerable,
-            "is_degraded": not is_all_there,
+            "is_degraded": any(part.health in (PartHealth.STARTING, PartHealth.DOWN) for part in parts),
             "parts": {part.name: {"health": part.health.value, "detail": part.detail} for part in parts},
         }
 

@@ -38,9 +38,9 @@ _encode = msgspec.json.Encoder(enc_hook=repr).encode
 class LogWriter:
     """Writes lines to `stream` from a thread. Calls `on_drop` with the number of dropped lines."""
 
-    def __init__(self, stream: BinaryIO, on_drop: Callable[[int], None] | None = None) -> None:
+    def __init__(self, stream: BinaryIO, on_drop: Callable[[int], object]) -> None:
         self._stream: Any = getattr(stream, "raw", stream)  # a buffer hides which bytes a full disk took
-        self.on_drop = on_drop
+        self._on_drop = on_drop
         self._lines: list[bytes] = []
         self._unwritten = memoryview(b"")
         self._dropped = 0
@@ -74,12 +74,10 @@ class LogWriter:
             self._has_lines.clear()
             try:
                 self._write()
-                lines, self._lines = self._lines, []
-                dropped, self._dropped = self._dropped, 0
+                lines, dropped, self._lines, self._dropped = self._lines, self._dropped, [], 0
                 if dropped:
                     lines.append(_encode({"event": "log_lines_dropped", "level": "warning", "count": dropped}))
-                    if self.on_drop is not None:
-                        self.on_drop(dropped)
+                    self._on_drop(dropped)
                 self._unwritten = memoryview(b"".join(line + b"\n" for line in lines))
                 self._write()
             except (BrokenPipeError, ValueError):  # nothing can be logged any more
@@ -132,7 +130,9 @@ class Log:
 _current: Log | None = None
 
 
-def configure(settings: Settings, stream: BinaryIO | None = None, on_drop: Callable[[int], None] | None = None) -> Log:
+def configure(
+    settings: Settings, stream: BinaryIO | None = None, on_drop: Callable[[int], object] = lambda _: None
+) -> Log:
     """Configure structlog and the standard library's logging to write to `stream` (default:
     stderr).
 

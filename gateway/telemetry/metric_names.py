@@ -308,9 +308,6 @@ CONFIG_REFUSED = _gauge(
     Merge.MAX,
     "1 while the host's file of the configuration was refused and none was taken since.",
 )
-CONFIG_LOADED = _gauge(
-    "sameway_config_loaded_seconds", Merge.MIN, "When the oldest configuration in use was taken, in unix seconds."
-)
 L1_BYTES = _gauge("sameway_l1_bytes", Merge.SUM, "Answers kept in the gateway workers' own memory.")
 DEPLOYMENT_AVAILABLE = _gauge(
     "sameway_deployment_available",
