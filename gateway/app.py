@@ -350,9 +350,9 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
         stack.push_async_callback(end)
     background = Background(pipeline, stored_responses, memory, link, partial(metrics.add, m.BACKGROUND_RESPONSES, 1))
     writer = LedgerWriter(link, ledger, budgets, settings=settings.ledger)
-    watch = HealthMonitor(
-        settings, link, accounts, writer=writer, semantic=semantic, fleet=fleet, money=money, pipeline=pipeline
-    )
+    batches = _batches(settings, accounts, pipeline, metrics, routes)
+    services = {"writer": writer, "semantic": semantic, "fleet": fleet, "money": money, "pipeline": pipeline}
+    watch = HealthMonitor(settings, link, accounts, **services, files_trouble=lambda: batches["files"].trouble)
     return WorkerParts(
         settings=settings,
         configuration=Configuration(settings, pipeline, semantic, learning, metrics=metrics, link=link),
@@ -376,7 +376,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
         pipeline=pipeline,
         learning=learning,
         watch=watch,
-        **_batches(settings, accounts, pipeline, metrics, routes),
+        **batches,
         shared_health=SharedHealth(settings, lambda: fleet.deployments, link),
         verdicts=learning.verdicts,
         reports=learning.reports,

@@ -54,15 +54,14 @@ class Configuration:
 
     def __post_init__(self) -> None:
         self.kept = frozenset[str]()  # the aliases that come from the database
-        self.refused = ""  # why the latest one was, until another is taken
-        self.at_s = time.time()  # of the latest switch
+        self.refused = ""  # why the latest file was, until one is taken
         self._fleet = self._pipeline.fleet
         self._audit = Audit(self._pipeline.accounts.database)
         self._here = f"{socket.gethostname()}:{self.settings.run_dir}"
         self.applied: list[Callable[[], None]] = []
         self._next: tuple[Settings, Fleet] | None = None
         self._leaving: list[Deployment] = []
-        self.metrics.set(m.CONFIG_LOADED, self.at_s)
+        self.metrics.set(m.CONFIG_REFUSED, 0)
 
     async def obey(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what the supervisor asks. Raises SettingsError, OSError, ValueError."""
@@ -79,7 +78,8 @@ class Configuration:
             case "announce" if request["is_first"]:
                 await self.link.execute_command("PUBLISH", CONFIG_CHANNEL, f"{self._here} {os.urandom(8).hex()}")
             case "refused":
-                self.refuse(request["reason"], is_first=request["is_first"])
+                self.refused = request["reason"]
+                self.metrics.set(m.CONFIG_REFUSED, bool(self.refused))
         return {}
 
     async def follow(self) -> None:
@@ -144,9 +144,6 @@ class Configuration:
         self._learning.take(settings.cache)
         for applied in self.applied:
             applied()
-        self.refused, self.at_s = "", time.time()
-        self.metrics.set(m.CONFIG_LOADED, self.at_s)
-        self.metrics.add(m.CONFIG_RELOADS, 1, "taken")
 
     async def settle(self) -> None:
         """Close the deployments that have gone, once no request is left that began before this call."""
@@ -158,12 +155,6 @@ class Configuration:
             await _close(leaving)
             del leaving
             gc.collect()  # a deployment and its shared health refer to each other, and collections are rare
-
-    def refuse(self, reason: str, *, is_first: bool) -> None:
-        """The supervisor could not take a configuration. `is_first`: this worker counts it for the host."""
-        self.refused = reason
-        if is_first:
-            self.metrics.add(m.CONFIG_RELOADS, 1, "refused")
 
 
 async def _close(deployments: list[Deployment]) -> None:

@@ -342,6 +342,8 @@ class Supervisor:
                     _log.error("reload_refused", why=why, reason="; ".join(lines))
                     await self._tell_all("refused", reason="; ".join(lines))
                 return {"error": "\n".join(lines)}
+            if is_file_read and not is_dry_run:
+                await self._tell_all("refused", reason="")
             if not is_dry_run and (changes or is_file_read):
                 _log.info("reloaded", why=why, changes=changes)
             return {"changes": changes, "kept": _used(self._kept, self._base)}

@@ -5,7 +5,8 @@
 restored into PostgreSQL; `data/` has the secrets and the files of the data directory, and
 `sameway.yaml` the configuration. Knows no Redis: what SQL does not have yet, and cached answers, are
 not in it. Invariants: the rows are of one moment; a restore is whole or changes nothing in the
-database; ids are not given again.
+database; ids are not given again; a restore is another installation, and takes no files from the
+first.
 """
 
 import base64
@@ -101,7 +102,7 @@ def _files(path: Path) -> Iterator[Path]:
 def _targets(archive: zipfile.ZipFile, data_dir: Path) -> Iterator[tuple[str, Path]]:
     """Where each member that is a file goes. Raises Invalid for one that leads out of the data directory."""
     for name in archive.namelist():
-        if name == _CONFIG or name.startswith("data/"):
+        if name == _CONFIG or (name.startswith("data/") and not name.endswith(schema.MARKER)):
             target = data_dir / name.removeprefix("data/")
             if not target.resolve().is_relative_to(data_dir.resolve()):
                 raise Invalid("file", f"its member {name!r} leads out of the data directory")
@@ -138,6 +139,8 @@ async def _load(database: Database, archive: zipfile.ZipFile, manifest: Manifest
                 if table in (schema.ledger, schema.ledger_hits):
                     await months.prepare(connection, database, table, [row["at_ms"] for row in rows])
                 await connection.execute(sa.insert(table), rows)
+        # the first installation may still use its files, and each removes what it has no row of
+        await connection.execute(sa.update(schema.installation).values(files_id=""))
         for table in _NUMBERED:
             await _go_on_from(connection, database, table, manifest.ids.get(table.name, 0))
 

@@ -86,9 +86,8 @@ async def forget(
         if month is None or month.start_ms >= oldest.start_ms:
             break
         if must_be_in_files and await unwritten(database, month.end_ms, month.start_ms):
-            _log.warning(
-                "ledger_month_not_exported", month=month.name, consequence="its rows stay until its files have them"
-            )
+            consequence = "its rows stay until its files have them"
+            _log.warning("ledger_month_not_exported", month=month.name, consequence=consequence)
             break
         await _remove(database, month, now_ms)
         removed.append(month.name)

@@ -89,9 +89,7 @@ def periods(first: int, end: int, *, is_by_day: bool = False) -> list[int]:
     """
     blocks: list[int] = []
     while first < end:
-        level = (
-            0 if is_by_day else max(n for n, s in enumerate(SPANS) if (first % s == 0 and first + s <= end) or not n)
-        )
+        level = 0 if is_by_day else max(n for n, s in enumerate(SPANS) if not (n and (first % s or first + s > end)))
         blocks.append(period_of(first, level))
         first += SPANS[level]
     return blocks

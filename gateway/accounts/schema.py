@@ -12,6 +12,8 @@ import sqlalchemy as sa
 from gateway.accounts.row import COUNTS, KINDS, SUMS
 
 VERSION = "20261128c"  # the last change of the tables: until the first release they change in place
+MARKER = ".installation"
+"""The name, beside files' contents, of what has the `files_id` of their database."""
 LIMITS = ("requests_per_min", "tokens_per_min")
 """The rate limits of teams and keys."""
 

@@ -25,6 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.accounts import schema
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.holdings import Holdings, OverQuota
+from gateway.accounts.schema import MARKER
 from gateway.accounts.teams import Team
 from gateway.loggers import get_logger
 from gateway.settings import BatchSettings
@@ -50,7 +51,6 @@ _PIECE_BYTES = 256 << 10
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CONTENT = re.compile(r"file-[0-9a-f]{32}")
 _OWN = re.compile(r"(?:[0-9]+/)?(?:file-|batch_)[0-9a-f]{32}")  # with all its parts
-MARKER = ".installation"
 _LOOK_EVERY_S = 10.0
 DAY_S = 86_400
 _FORM_BYTES_MAX = 64 << 10  # of an upload around its file
@@ -195,9 +195,8 @@ class Files:
     ) -> None:
         self.settings = settings
         self.contents = contents
-        self._are_ours = False
+        self.trouble = ""  # why the contents are not this database's, as of the last look
         self._looked_s = -_LOOK_EVERY_S
-        self._reason = ""
         self.held = Holdings(database, _files, "bytes")
         self._database = database
         self.clock = clock
@@ -209,7 +208,7 @@ class Files:
         of the database pass through.
         """
         if is_fresh or time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
-            mark, why = "", ""
+            mark = ""
             (wanted,) = await self._database.scalars(sa.select(schema.installation.c.files_id))
             try:
                 mark = await asyncio.to_thread(self._read_mark)
@@ -217,15 +216,17 @@ class Files:
                     wanted = await self._mark()
                     mark = await asyncio.to_thread(self._read_mark)
                 why = f"they are of {mark or 'no database'}, expected {wanted or 'no mark, as the database has none'}"
+                why *= not mark or mark != wanted
             except OSError as error:
                 why = f"{type(error).__name__}: {error}"
-            self._are_ours, self._looked_s = bool(mark) and mark == wanted, time.monotonic()
-            if not self._are_ours and why != self._reason:
+            self._looked_s = time.monotonic()
+            if why and why != self.trouble:
                 consequence = "no uploads and no lines of batches on this host"
-                expected = f"one batches.files_url for all hosts; after a move, {MARKER} in it with the database's id"
+                remedy = f"{MARKER} in it with {wanted}" if wanted else f"no {MARKER} in it, nor another gateway"
+                expected = f"one batches.files_url for all hosts; after a move or a restore, {remedy}"
                 _log.error("files_not_ours", reason=why, consequence=consequence, wanted=expected)
-            self._reason = "" if self._are_ours else why
-        return self._are_ours
+            self.trouble = why
+        return not self.trouble
 
     @uncancelled
     async def _mark(self) -> str:

@@ -8,6 +8,7 @@ has lost it, from this process or a later one.
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
@@ -29,8 +30,8 @@ from policies.counters import Need
 
 _RETRY_EVERY_S = 0.5
 _HELD_AGAIN_S = 0.1
-_ADOPT_EVERY_S = 5.0
 _CONFIRM_EVERY_S = 2.0
+_ADOPT_EVERY = 3  # looks
 _LAST_CONFIRM_S = 1.0
 _log = get_logger()
 
@@ -57,6 +58,7 @@ class Money:
         self._living: dict[str, Hold] = {}
         self._away_since: float | None = None  # when Redis first failed of late, by the steady clock
         self._unsettled: deque[_Unsettled] = deque()
+        self._refusal = ""  # what Redis said of the latest row that it refused, until it takes one
         self._settled: dict[str, range] = {}  # where the spool has rows, by their ids
         self._written: deque[tuple[int, dict[str, range]]] = deque()  # the same, by a time when Redis had the rows
 
@@ -144,14 +146,11 @@ class Money:
         await asyncio.gather(self._keep_settling(), self._keep_comparing())
 
     async def _keep_comparing(self) -> None:
-        adopt_in_s = 0.0
-        while True:
-            if adopt_in_s <= 0:
+        for look in itertools.count():
+            if look % _ADOPT_EVERY == 0:
                 await self.adopt()
-                adopt_in_s = _ADOPT_EVERY_S
             await self.confirm()
             await asyncio.sleep(_CONFIRM_EVERY_S)
-            adopt_in_s -= _CONFIRM_EVERY_S
 
     async def _keep_settling(self) -> None:
         renew_in_s = 0.0
@@ -160,11 +159,9 @@ class Money:
             await asyncio.sleep(_RETRY_EVERY_S)
             renew_in_s -= _RETRY_EVERY_S
             if renew_in_s <= 0 and self._living:
-                renew_in_s = self._settings.hold_lease_s / 4
-                try:
+                with contextlib.suppress(RedisError):  # else at the next retry
                     await self._budgets.renew(tuple(self._living.values()), self._settings.hold_lease_s)
-                except RedisError:
-                    renew_in_s = _RETRY_EVERY_S
+                    renew_in_s = self._settings.hold_lease_s / 4
 
     async def retry(self) -> None:
         """Settle the waiting rows, oldest first, until Redis fails again or refuses one."""
@@ -174,12 +171,15 @@ class Money:
                 row = waiting.row
                 is_new = await self._budgets.settle(waiting.hold, row.cost_microusd, encode_row(row), row.charges)
             except ResponseError as error:  # the next retry begins with another row
-                _log.warning("ledger_row_refused", hold=waiting.hold.id, reason=str(error))
+                if str(error) != self._refusal:
+                    _log.warning("ledger_row_refused", hold=waiting.hold.id, reason=str(error))
+                self._refusal = str(error)
                 self._unsettled.rotate(-1)
                 return
             except RedisError:
                 waiting.was_settled = False  # it may be settled now
                 return
+            self._refusal = ""
             self._unsettled.popleft()
             if is_new or not waiting.was_settled:
                 self._keep_until_saved(row.id, waiting.spooled)

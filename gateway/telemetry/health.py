@@ -11,6 +11,7 @@ import math
 import os
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -38,7 +39,7 @@ from policies.replicas import Reading
 _LOOK_EVERY_S = 0.5
 _LOOK_TIMEOUT_S = 6.0  # longer than the time-outs of Redis and the cache worker: only the database can be late
 _DESCRIPTORS_SHARE_MAX = 0.9
-_CACHE_WORKER, _VECTOR_ENGINE = "cache worker", "vector engine"
+_CACHE_WORKER, _VECTOR_ENGINE, _FILES = "cache worker", "vector engine", "files"
 _UNREAD = Reading(*[math.nan] * len(Reading.__struct_fields__))
 _LACKS = "its user lacks a permission"
 # a write that changes nothing fails if writes do (disk or memory full, a replica), or scripts
@@ -60,6 +61,7 @@ class HealthMonitor:
     fleet: Fleet
     money: Money
     pipeline: Pipeline
+    files_trouble: Callable[[], str] = lambda: ""
 
     def __post_init__(self) -> None:
         self._redis_error = "not asked yet"
@@ -155,6 +157,7 @@ class HealthMonitor:
             GatewayPart("database", PartHealth.DOWN if self._database_error else PartHealth.OK, self._database_error),
             *([worker] if self.settings.needs_cache_worker else ()),
             *self._engine(),
+            *([GatewayPart(_FILES, PartHealth.DOWN, why)] if (why := self.files_trouble()) else ()),
             *(self._part(deployment) for deployment in self.fleet.deployments),
         ]
 
@@ -177,7 +180,6 @@ class HealthMonitor:
     def report(self) -> dict[str, Any]:
         """The body of `/readyz`."""
         parts = self.parts()
-        is_all_there = all(part.health in (PartHealth.OK, PartHealth.UNASKED) for part in parts)
         # what a provider does, and what an operator took out of use, is so on every host: no balancer
         # has a better one, and only requests find out that a deployment is back
         unanswerable = {
@@ -190,9 +192,8 @@ class HealthMonitor:
         # before the first readiness every part must be ready, except deployments that are down, not
         # starting, and an embedder that can't be loaded; afterwards each alias needs only one
         # available deployment
-        may_be_down = {_VECTOR_ENGINE, *(deployment.name for deployment in self.fleet.deployments)}
-        if self._cache.state is WorkerState.FAILED:
-            may_be_down.add(_CACHE_WORKER)
+        failed = [_CACHE_WORKER] if self._cache.state is WorkerState.FAILED else []
+        may_be_down = {_VECTOR_ENGINE, _FILES, *failed, *(one.name for one in self.fleet.deployments)}
         is_up = all(
             part.health is PartHealth.OK or (part.name in may_be_down and part.health is not PartHealth.STARTING)
             for part in parts
@@ -200,7 +201,7 @@ class HealthMonitor:
         self.was_ready = self.was_ready or (is_answerable and is_up)
         return {
             "is_ready": self.was_ready and is_answerable,
-            "is_degraded": not is_all_there,
+            "is_degraded": any(part.health in (PartHealth.STARTING, PartHealth.DOWN) for part in parts),
             "parts": {part.name: {"health": part.health.value, "detail": part.detail} for part in parts},
         }
 

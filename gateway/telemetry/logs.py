@@ -1,12 +1,14 @@
 """The log: one canonical line per request, and lines for other events. JSON, or columns for people.
 
 The caller renders a line; a thread writes lines in batches, so a slow terminal or a full pipe never
-delays a request. If the log's reader is too slow for long, lines are dropped, counted and reported.
+delays a request. If the log's reader is too slow for long, or its disk is full, lines are dropped,
+counted and reported.
 
 Invariant: texts of prompts and answers are logged only if `settings.log_prompts` is set.
 """
 
 import atexit
+import errno
 import logging
 import sys
 import threading
@@ -29,16 +31,18 @@ from policies.prices import dollars
 
 _LINES_MAX = 20_000
 _GATHER_S = 0.02
+_AGAIN_S = 1.0  # after a write that failed
 _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 
 class LogWriter:
     """Writes lines to `stream` from a thread. Calls `on_drop` with the number of dropped lines."""
 
-    def __init__(self, stream: BinaryIO, on_drop: Callable[[int], None] | None = None) -> None:
-        self._stream = stream
-        self.on_drop = on_drop
+    def __init__(self, stream: BinaryIO, on_drop: Callable[[int], object]) -> None:
+        self._stream: Any = getattr(stream, "raw", stream)  # a buffer hides which bytes a full disk took
+        self._on_drop = on_drop
         self._lines: list[bytes] = []
+        self._unwritten = memoryview(b"")
         self._dropped = 0
         self._writing = threading.Lock()
         self._has_lines = threading.Event()
@@ -60,28 +64,32 @@ class LogWriter:
 
     def _run(self) -> None:
         while not self._is_closed:
-            self._has_lines.wait()
+            self._has_lines.wait(_AGAIN_S if self._unwritten else None)
             time.sleep(_GATHER_S)  # gathers a burst into one wake-up and one write
             self.flush()
 
     def flush(self) -> None:
-        """Write all queued lines; returns when the operating system has them."""
+        """Write all queued lines; returns when the operating system has them, or its disk is full."""
         with self._writing:
             self._has_lines.clear()
-            lines, self._lines = self._lines, []
-            dropped, self._dropped = self._dropped, 0
-            if dropped:
-                lines.append(_encode({"event": "log_lines_dropped", "level": "warning", "count": dropped}))
-                if self.on_drop is not None:
-                    self.on_drop(dropped)
-            if not lines:
-                return
-            lines.append(b"")
             try:
-                self._stream.write(b"\n".join(lines))
-                self._stream.flush()
-            except (OSError, ValueError):  # a closed pipe: nothing can be logged any more
+                self._write()
+                lines, dropped, self._lines, self._dropped = self._lines, self._dropped, [], 0
+                if dropped:
+                    lines.append(_encode({"event": "log_lines_dropped", "level": "warning", "count": dropped}))
+                    self._on_drop(dropped)
+                self._unwritten = memoryview(b"".join(line + b"\n" for line in lines))
+                self._write()
+            except (BrokenPipeError, ValueError):  # nothing can be logged any more
                 self._is_closed = True
+            except OSError:  # a full disk, say; what is unwritten keeps its place
+                return
+
+    def _write(self) -> None:
+        while self._unwritten:
+            if (written := self._stream.write(self._unwritten)) is None:
+                raise BlockingIOError(errno.EAGAIN, "a full pipe that does not block")
+            self._unwritten = self._unwritten[written:]
 
     def close(self) -> None:
         """Write all queued lines and stop the thread, within 2 s."""
@@ -122,7 +130,9 @@ class Log:
 _current: Log | None = None
 
 
-def configure(settings: Settings, stream: BinaryIO | None = None, on_drop: Callable[[int], None] | None = None) -> Log:
+def configure(
+    settings: Settings, stream: BinaryIO | None = None, on_drop: Callable[[int], object] = lambda _: None
+) -> Log:
     """Configure structlog and the standard library's logging to write to `stream` (default:
     stderr).
 
@@ -300,8 +310,7 @@ class _Bridge(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            level = record.levelname.lower()
-            known = level if level in ("debug", "info", "warning", "error", "critical") else "info"
-            getattr(get_logger(record.name), known)(record.getMessage(), exc_info=record.exc_info or None)
+            level = min(record.levelno // 10 * 10, logging.CRITICAL)  # that of a name that structlog knows
+            get_logger(record.name).log(level, record.getMessage(), exc_info=record.exc_info or None)
         except Exception:
             self.handleError(record)

@@ -227,7 +227,7 @@ BACKGROUND_RESPONSES = _counter(
     "Responses in the background that ended at their worker: completed, failed or cancelled.",
     "outcome",
 )
-LOG_DROPPED = _counter("sameway_log_lines_dropped_total", "Log lines given up because the log's reader was too slow.")
+LOG_DROPPED = _counter("sameway_log_lines_dropped_total", "Log lines given up: a slow reader, or a full disk.")
 SERIES_DROPPED = _counter(
     "sameway_metric_series_dropped_total", "Series that found no room: label values without a bound."
 )
@@ -303,13 +303,10 @@ SEMANTIC_STRICTNESS = _gauge(
     "What the bound is multiplied with now: below 1 it has tightened itself.",
     "team model",
 )
-CONFIG_RELOADS = _counter(
-    "sameway_config_reloads_total",
-    "Changed configurations: taken (once for each worker) or refused (once for the host).",
-    "outcome",
-)
-CONFIG_LOADED = _gauge(
-    "sameway_config_loaded_seconds", Merge.MIN, "When the oldest configuration in use was taken, in unix seconds."
+CONFIG_REFUSED = _gauge(
+    "sameway_config_refused",
+    Merge.MAX,
+    "1 while the host's file of the configuration was refused and none was taken since.",
 )
 L1_BYTES = _gauge("sameway_l1_bytes", Merge.SUM, "Answers kept in the gateway workers' own memory.")
 DEPLOYMENT_AVAILABLE = _gauge(

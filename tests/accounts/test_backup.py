@@ -52,13 +52,16 @@ def _edited(path: Path, name: str, edit: Callable[[str], str | None]) -> None:
 
 
 async def test_the_other_kind_of_database_gets_every_row(accounts: Accounts, other: Accounts, tmp_path: Path) -> None:
-    """SQLite's rows in PostgreSQL and the other way round are the same, a key opens, and no id is given twice."""
+    """SQLite's rows in PostgreSQL and the other way round are the same, a key opens, no id is given twice, and the files
+    are the first one's still.
+    """
     team = await accounts.create_team("acme", budget={"window": "month", "limit": 5_000_000})
     key = await accounts.create_key(team.id, "ci", models=["small", "large"])
     gone = await accounts.create_team("gone")
     await accounts.delete_team(gone.id)
     await Ledger(accounts.database).append(make_rows(1_200))
     before = await _everything(accounts.database)
+    await accounts.database.write(sa.update(schema.installation).values(files_id="of the first"))
     manifest = await back_up(accounts.database, tmp_path / "none", None, tmp_path / "all.zip")
     assert manifest.rows["ledger"] == 1_200
     assert await restore(other.database, tmp_path / "new", tmp_path / "all.zip") == manifest
@@ -120,6 +123,7 @@ def test_from_the_command_line(
     first, second, path = tmp_path / "first", tmp_path / "second", tmp_path / "all.zip"
     (first / "files" / "1").mkdir(parents=True)
     (first / "files" / "1" / "file-1").write_bytes(b"\0lines")
+    (first / "files" / schema.MARKER).write_text("of the first")
     (first / "secret").write_text("ab" * 32)
     config = tmp_path / "sameway.yaml"
     config.write_text("workers: 2\n")
@@ -140,6 +144,7 @@ def test_from_the_command_line(
     assert main(["restore", str(path), "--data-dir", str(second)]) == 0
     assert (second / "secret").read_text() == "ab" * 32
     assert (second / "files" / "1" / "file-1").read_bytes() == b"\0lines"
+    assert not (second / "files" / schema.MARKER).exists()
     assert (second / "sameway.yaml").read_text() == "workers: 2\n"
     assert {stat.S_IMODE((second / name).stat().st_mode) for name in ("secret", "sameway.db")} == {0o600}
     assert main(["restore", str(path), "--data-dir", str(second)]) == 1

@@ -17,8 +17,9 @@ from gateway.accounts import schema
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.conversations import Conversation
 from gateway.accounts.database import Database
+from gateway.accounts.schema import MARKER
 from gateway.accounts.stored_responses import ResponseStore, StoredResponse
-from gateway.batches.files import INPUT, MARKER, Files, Upload
+from gateway.batches.files import INPUT, Files, Upload
 from gateway.settings import BatchSettings, ResponseSettings
 from gateway.transport.contents import Folder
 from gateway.wire.errors import Forbidden, Unavailable

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy.exc import SQLAlchemyError
+from structlog.testing import capture_logs
 
 from cache.redis_link import RedisLink
 from gateway.accounts import LedgerRow, decode_row
@@ -86,12 +87,16 @@ async def books(tmp_path: Path) -> AsyncIterator[Books]:
 
 
 async def test_what_redis_has_no_memory_for_is_settled_later(books: Books) -> None:
-    """Redis is there and refuses every write, more than once: no row is given up, and each is in the ledger once."""
+    """Redis is there and refuses every write, more than once: no row is given up, each is in the ledger once, and the log
+    says so once.
+    """
     await books.link.execute_command("CONFIG", "SET", "maxmemory", "1")
     await books.settle("a", "b")
-    for _ in range(3):
-        await books.money.retry()
+    with capture_logs() as logged:
+        for _ in range(3):
+            await books.money.retry()
     assert books.money.unsettled == 2
+    assert [line["event"] for line in logged] == ["ledger_row_refused"]
     await books.link.execute_command("CONFIG", "SET", "maxmemory", "0")
     await books.money.retry()
     assert books.money.unsettled == 0

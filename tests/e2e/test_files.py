@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 
-from gateway.batches.files import MARKER
+from gateway.accounts.schema import MARKER
+from gateway.telemetry.parts import PartHealth
 from gateway.transport import contents as contents_module
 from tests.e2e.gateway import API_KEY, deployment
 from tests.e2e.upstream import Upstream
@@ -174,12 +175,15 @@ async def test_contents_of_another_database_are_left_alone(host: Host) -> None:
     stranger = host.folder / f"file-{0:032x}"
     stranger.write_bytes(b"of the other installation")
     assert not await files.are_ours(is_fresh=True)
+    (part,) = [part for part in host.parts.watch.parts() if part.name == "files"]
+    assert (part.health, part.detail[:15]) == (PartHealth.DOWN, "they are of 000")
     assert await host.refusal(files={"file": ("a", LINE)}, data={"purpose": "batch"}) == (503, "storage_unavailable")
     assert not await host.parts.runner.step()
     await files.sweep()
     assert host.names == sorted([made.id, stranger.name])
     mark.write_text(own)
     assert await files.are_ours(is_fresh=True)
+    assert not [part for part in host.parts.watch.parts() if part.name == "files"]
     await files.sweep()
     assert host.names == [made.id]
     assert await host.parts.runner.step()

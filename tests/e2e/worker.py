@@ -17,8 +17,8 @@ from openai import AsyncOpenAI
 
 from cache import ExactCache
 from gateway import app as app_module
+from gateway.accounts.schema import MARKER
 from gateway.app import WorkerParts, create_app
-from gateway.batches.files import MARKER
 from gateway.settings import Settings
 from gateway.transport.contents import Folder
 from gateway.transport.http_server import reserve

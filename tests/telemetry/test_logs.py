@@ -1,5 +1,6 @@
 """What the log says, to machines and to people, and what it never says."""
 
+import errno
 import io
 import json
 import logging
@@ -163,6 +164,35 @@ def test_a_reader_that_stays_away_costs_lines_not_requests() -> None:
     assert sum(dropped) > 0
     assert requests + sum(dropped) == 45_000
     assert sum(line.get("count", 0) for line in whole) == sum(dropped)
+
+
+def test_a_full_disk_delays_lines_and_ends_no_log() -> None:
+    """What a disk had no room for is written when it has room again, from the byte where it stopped."""
+    stream = FullDisk(room=100)
+    log = logs.configure(Settings(log_format="json"), stream)
+    for _ in range(3):
+        log.emit(hit())
+        log.writer.flush()
+    assert len(stream.getvalue()) == 100
+    stream.room = 1 << 20
+    get_logger().info("later")
+    logs.close()
+    assert [line["event"] for line in lines(stream)] == ["request"] * 3 + ["later"]
+
+
+class FullDisk(io.BytesIO):
+    """A file that takes `room` bytes more, as write(2) does on a disk that fills up."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def write(self, data: Any) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = super().write(data[: self.room])
+        self.room -= written
+        return written
 
 
 def test_a_closed_pipe_ends_the_log_and_nothing_else() -> None:
