@@ -28,6 +28,7 @@ async def world(redis: Redis, tmp_path: Path) -> AsyncIterator[World]:
         yield opened
 
 
+@pytest.mark.timeout(600)  # it took 180 s at a load of 25
 async def test_pages_render_clean_at_three_widths_and_in_both_schemes(world: World) -> None:
     """No console error, no failed or foreign request, nothing outside its card, also where things are broken; a hostile prompt
     did not run; axe-core, with all its rules of WCAG 2 and of good practice, finds nothing, wide and light or narrow and dark."""
