@@ -262,6 +262,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         gc.collect()
         gc.freeze()  # objects of the start-up live as long as the process
         gc.set_threshold(*_GC_THRESHOLDS)
+        gc.enable()  # the command turned it off
         yield
         if app.state.requests:  # the server has cancelled them
             await asyncio.wait(app.state.requests, timeout=_SETTLE_S)
