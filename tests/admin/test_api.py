@@ -474,6 +474,7 @@ async def test_the_ledger_in_pages_and_as_csv(world: World, client: httpx.AsyncC
 async def test_the_ledger_as_parquet(world: World, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the rows of the CSV with their types, also over several groups and none; without the extra it is refused."""
     monkeypatch.setattr("gateway.accounts.parquet.GROUP_ROWS", 3)
+    monkeypatch.setattr("gateway.admin.views.SUMS_PAGE", 2)
     for number in range(7):
         await world.spend(1, 100 + number, number, usage_estimated=number == 6, user="=ann", baseline_microusd=None)
     reply = await client.get("/admin/api/ledger.parquet?team_id=1")
@@ -498,6 +499,11 @@ async def test_the_ledger_as_parquet(world: World, client: httpx.AsyncClient, mo
         names = parquet.read_schema(io.BytesIO(as_table.content)).names
         assert as_text.text.splitlines()[0].split(",") == names, path
         assert {"ledger": {"session", "region"}, "ledger/sums": {"session", "hits"}}.get(path, set()) <= set(names)
+    for number in range(5):
+        await world.spend(1, 1, 10 + number, user=f"u{number}")
+    whole = csv.DictReader((await client.get("/admin/api/ledger/sums.csv?by=user,day")).text.splitlines())
+    assert [row["user"] for row in whole] == ["'=ann", *(f"u{number}" for number in range(5))]
+    assert (await client.get("/admin/api/ledger/sums.csv?by=user,model")).status_code == 400
     none = await client.get("/admin/api/ledger.parquet?team_id=99")
     assert parquet.read_table(io.BytesIO(none.content)).num_rows == 0
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -825,7 +825,7 @@ async def test_the_ledger_is_summed_by_user_tag_and_others(world: World, browser
     assert "<th>deleted key 77<" in keys
     sessions = (await browser.get("/admin/ledger?by=session&team_id=7")).text
     assert sessions.index("<th>run-1") < sessions.index("last 8 days")
-    assert '<td class="n good" data-label="Saved by hits">$0.00005<' in sessions
+    assert '<td class="n good" data-label="Saved">$0.00005<' in sessions
     assert "<th>none given<" in (await browser.get("/admin/ledger?by=session")).text
     days = (await browser.get("/admin/ledger?by=day")).text
     assert days.index("<th>2040-05-16") < days.index("<th>2040-05-17")

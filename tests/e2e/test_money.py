@@ -222,7 +222,8 @@ def test_hits_cost_no_tokens(gateway: Gateway) -> None:
 
 def test_one_money_has_one_total(gateway: Gateway, upstream: Upstream) -> None:
     """Ledger, its sums and files, savings, budget, statistics and metrics agree to the µUSD on misses, hits, a failover, and
-    clients that left before the first token and amid a stream."""
+    clients that left before the first token and amid a stream; and so do savings, sums by key and session, and statistics on
+    what was saved."""
     team_id, key = new_team(gateway, limit_usd=50.0)
     whose = {"team_id": team_id}
 
@@ -231,7 +232,7 @@ def test_one_money_has_one_total(gateway: Gateway, upstream: Upstream) -> None:
         return sum(round(float(line.split()[-1]) * 1e6) for line in lines if line.startswith("sameway_cost_usd_total{"))
 
     before = spent_in_metrics()
-    for asked in ("total 1", "total 1", "total 2"):
+    for asked in ("total 1", "total 1", "total 1", "total 2"):
         assert gateway.chat(asked, key=key).status_code == 200
     assert gateway.chat("total 3", "flaky", key).status_code == 200
     for model, is_stream in (("slow", True), ("late", False)):
@@ -269,3 +270,19 @@ def test_one_money_has_one_total(gateway: Gateway, upstream: Upstream) -> None:
         lambda: str(totals()),
     )
     wait_for(lambda: len({*totals().values()}) == 1 and totals()["ledger"] > 0, 10, lambda: str(totals()))
+
+    def saved() -> dict[str, int]:
+        by = {
+            groups: sum(
+                one["saved_microusd"]
+                for one in gateway.admin("GET", "/ledger/sums", params={**whose, "by": groups})["sums"]
+            )
+            for groups in ("", "key", "session", "model,day")
+        }
+        savings, stats = (
+            gateway.admin("GET", "/savings", params=whose),
+            gateway.admin("GET", "/stats", params={"team": team_id}),
+        )
+        return {**by, "savings": savings["saved_microusd"], "statistics": stats["total"]["saved_microusd"]}
+
+    wait_for(lambda: len({*saved().values()}) == 1 and saved()["savings"] > 0, 10, lambda: str(saved()))
