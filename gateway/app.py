@@ -341,7 +341,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     services: dict[str, Any] = {"stats": stats, "metrics": metrics, "fleet": fleet}
     learning = await Learning(settings, accounts, exact, semantic, link, **services).opened()
     lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds)
-    guard, learn = _guard(settings, accounts, metrics, link, stack), learning.learn
+    guard, learn = _guard(settings, accounts, metrics, link, stack), learning.recorded
     keys = Bearers(settings, guard.provider, accounts, guard.agents)
     services = {"money": money, "fleet": fleet, "bearers": keys, "observe": emit, "learn": learn}
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, **services)

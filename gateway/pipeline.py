@@ -88,7 +88,7 @@ class Pipeline:
     fleet: Fleet
     bearers: Bearers
     observe: Emit
-    learn: Learn | None = None
+    learn: Learn = lambda *_: None
 
     def __post_init__(self) -> None:
         self.bodies = Bodies(self.limits)
@@ -305,8 +305,7 @@ class Pipeline:
                 model=turn.alias,
                 flight=flight,
             )
-            if self.learn is not None:
-                self.learn(flight, record)
+            self.learn(flight, record)
             self._emit(record, turn, flight.chunks)
 
     # -- what led no flight ------------------------------------------------------------------------
@@ -333,8 +332,8 @@ class Pipeline:
         record = record_of(
             arrival, ended, duration_ms, identity=identity, turn=turn, alias=alias, model=model, reply=reply
         )
-        is_hit_by_words = reply is not None and reply.flight is None and reply.looked.semantic.entry is not None
-        if is_hit_by_words and self.learn is not None and reply is not None and identity is not None:
+        # a hit by its words
+        if reply is not None and identity is not None and reply.flight is None and reply.semantic_hit is not None:
             self.learn(self._flight(reply.turn, identity, reply.alias, reply.looked), record)
         self._emit(record, self.guards.unseen(turn, identity), ())
 

@@ -219,7 +219,7 @@ class SemanticLookup:
         bound = self._bounds.bound(team, alias.name, controls.error_max)
         verifier = ""
         if verified is None:
-            similarity, trial = 1.0, Trial((entry.exact,), p=_WORDS_P)
+            similarity, trial = 1.0, Trial((entry.exact,), b"", _WORDS_P, 1.0, b"")
         else:
             similarity, trial, verifier = verified.similarity, verified.trial, verified.verifier
             is_old = not verifier and self.clock() - verified.at > _VERIFIED_S

@@ -30,7 +30,7 @@ from gateway.learning.reports import Reports
 from gateway.learning.spending import Spending
 from gateway.learning.verifiers import Verifiers
 from gateway.loggers import get_logger
-from gateway.pipeline import Learn, Pipeline
+from gateway.pipeline import Pipeline
 from gateway.settings import CacheSettings, Settings
 from gateway.telemetry import metric_names as m
 from gateway.telemetry.measured_error import Certificates, MeasuredErrors
@@ -100,14 +100,11 @@ class Learning:
         self._requests.connect(pipeline)
         self.verifiers.connect(pipeline)
 
-    @property
-    def learn(self) -> Learn | None:
-        """Takes each flight that is over; None where the cache is exact only."""
-        return self._recorded if self.settings.cache.is_semantic else None
-
-    def _recorded(self, flight: Flight, record: Record) -> None:
-        self.judging.recorded(flight, record)
-        self.verifiers.recorded(flight.generation)
+    def recorded(self, flight: Flight, record: Record) -> None:
+        """Take a flight that is over; nothing is learned of it where the cache is exact only."""
+        if self.settings.cache.is_semantic:
+            self.judging.recorded(flight, record)
+            self.verifiers.recorded(flight.generation)
 
     def take(self, cache: CacheSettings) -> None:
         """Go on with other settings."""
