@@ -69,7 +69,6 @@ SMALL_FILES: dict[str, str] = {
     "cache/worker/judging.py": "the other half of the worker, without its socket",
     "gateway/worker.py": "a process",
     "gateway/child_output.py": "the supervisor knows no lines",
-    "gateway/api/spelling.py": "which names are near is no matter of what an answer was",
     "gateway/deployments/server_metrics.py": "others' names, by their kind and version",
     "ipc/logs.py": "no part of the calls",
     "local_engine/executors/torch.py": "one of three ways to run a step, each a module",
