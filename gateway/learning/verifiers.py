@@ -228,10 +228,6 @@ class Verifiers:
         choice = await verifier.choose(generation.looked.fingerprint.text or "", shown)
         right, undecided = None, semantic.undecided
         assert undecided is not None
-        for number in choice.shown if choice.number is not None else ():
-            if choice.number in (-1, number):
-                said, p = answers[number][0].p, self._p(generation, undecided, answers[number][0])
-                plan.askable.exam.learn(said, p, is_yes=number == choice.number)
         if choice.number is not None and choice.number >= 0:
             candidate, entry = answers[choice.number]
             p = self._p(generation, undecided, candidate)
@@ -262,6 +258,8 @@ class Verifiers:
         risk = risk_of(p, false_yes)
         if needs_a_second(risk, semantic.error_max) or not self._has_room(generation, semantic, risk):
             is_right = await verifier.confirm(fingerprint.text or "", shown[choice.number])
+            if is_right is not None:
+                plan.askable.exam.confirm(p, is_yes=is_right)
             if not is_right:
                 return Choice(None if is_right is None else -1, "not confirmed", (choice.number,)), None
             risk = risk_of(p, false_yes_again(false_yes))
