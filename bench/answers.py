@@ -192,7 +192,7 @@ class PairsJudged:
     false_different: int
 
 
-_PAIR = Trial((), b"", 0.0, 1.0, b"")
+_PAIR = Trial(())
 
 
 def judge_pairs(path: Path, encode: Callable[[Sequence[str]], Encoded]) -> list[PairsJudged]:

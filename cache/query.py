@@ -57,10 +57,10 @@ class Trial(msgspec.Struct, frozen=True, array_like=True):
     """
 
     ranked: tuple[bytes, ...]
-    features: bytes
-    p: float
-    chance: float
-    rule: bytes
+    features: bytes = b""
+    p: float = 0.0
+    chance: float = 1.0
+    rule: bytes = b""
     peers: tuple[bytes, ...] = ()
     hits: int = 0
     differing: tuple[bytes, ...] = ()
@@ -144,10 +144,10 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
 
     def trial(self, of_first: Trial | None) -> Trial:
         """Its own trial, of a decision with this one."""
-        known = of_first or Trial((), b"", 0.0, 1.0, b"")
-        is_first = known.ranked[:1] == (self.exact,)
-        features, p = (known.features, known.p) if is_first else (self.features, 0.0)
-        return Trial(ranked=(self.exact,), features=features, p=p, chance=1.0, rule=known.rule)
+        first = of_first or Trial(())
+        if first.ranked[:1] == (self.exact,):
+            return Trial(first.ranked[:1], first.features, first.p, rule=first.rule)
+        return Trial((self.exact,), self.features, rule=first.rule)
 
 
 class Undecided(msgspec.Struct, frozen=True, array_like=True, tag="undecided"):

@@ -84,7 +84,7 @@ from gateway.journey.rate_limits import Limits
 from gateway.journey.record import Record
 from gateway.journey.semantic import SemanticLookup
 from gateway.journey.turn import Turn
-from gateway.learning.build import Learning, open_learning
+from gateway.learning.build import Learning
 from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline
 from gateway.reload import Configuration, cache_limits
@@ -262,6 +262,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         gc.collect()
         gc.freeze()  # objects of the start-up live as long as the process
         gc.set_threshold(*_GC_THRESHOLDS)
+        gc.enable()  # the command turned it off
         yield
         if app.state.requests:  # the server has cancelled them
             await asyncio.wait(app.state.requests, timeout=_SETTLE_S)
@@ -327,8 +328,7 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     accounts = await _open_accounts(settings, link, stack)
     stored_responses = _open_responses(settings, accounts, metrics, stack)
     memory = Memory(stored_responses, settings)
-    ledger = Ledger(accounts.database)
-    budgets = Budgets(link, defer=link.defer)
+    ledger, budgets = Ledger(accounts.database), Budgets(link, defer=link.defer)
     money = Money(budgets, settings.budgets, _open_spool(settings), ledger.saved)
     stack.push_async_callback(money.aclose)
     exact, semantic = _open_cache(settings, link, stack)
@@ -338,11 +338,12 @@ async def _open(settings: Settings, stack: AsyncExitStack, routes: Routes) -> Wo
     stack.push_async_callback(_last_flush, stats, hits, hosts := Hosts(settings, link))
     emit = _emitter(settings, log, metrics, stats, _open_traces(settings, fleet, metrics, stack))
     limits = Limits(LeasedRateLimits(RateLimits(link)), LocalRateLimits())
-    learning = await open_learning(settings, accounts, exact, semantic, link, stats, metrics, fleet)
+    services: dict[str, Any] = {"stats": stats, "metrics": metrics, "fleet": fleet}
+    learning = await Learning(settings, accounts, exact, semantic, link, **services).opened()
     lookup = SemanticLookup(settings, semantic, exact, learning.truth.bounds)
     guard, learn = _guard(settings, accounts, metrics, link, stack), learning.learn
     keys = Bearers(settings, guard.provider, accounts, guard.agents)
-    services: dict[str, Any] = {"money": money, "fleet": fleet, "bearers": keys, "observe": emit, "learn": learn}
+    services = {"money": money, "fleet": fleet, "bearers": keys, "observe": emit, "learn": learn}
     pipeline = Pipeline(settings, accounts, limits, exact, lookup, **services)
     learning.connect(pipeline)
     for end in (learning.aclose, pipeline.drain, learning.stop):  # the last one first

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import datetime
 import functools
+import gc
 import io
 import json
 import os
@@ -420,6 +421,7 @@ def _completion(arguments: argparse.Namespace) -> int:
 
 
 def _worker(arguments: argparse.Namespace) -> int:
+    gc.disable()  # until it serves: the start makes no garbage, and looking for some takes a sixth of its time
     with _absent("rich", "better_exceptions"):  # structlog's console renderer takes 7 MB; no worker uses it
         import structlog  # noqa: F401
     from gateway.worker import serve

@@ -3,7 +3,7 @@
     authenticate(key)      1 authenticate, from memory, before a byte of the body is read; a key that
                              is not there is looked for in SQL, at a bounded rate
     answer(turn)           raises -> an HTTP status; returns -> the first chunk exists
-      guards    2 fingerprint    3 rate-limit    4 exact lookup    5 join the flight
+      guards, masks    2 fingerprint    loops    3 rate-limit    4 exact lookup    5 join the flight
     generate(flight)       once per flight, in a task that outlives the client that began it
       6 semantic lookup    7 reserve    8 route    9 stream    10 record, on every exit
 
@@ -13,6 +13,7 @@ and 10 settles it. 5 sets the context that 6 and 10 use. What becomes of a reque
 
     hit                    4: its entry is the reply; `finish` records it, no flight begins
     hit by its words       4: the same, where another request's answer was found to fit its prompt
+    stale hit              4: the same; beside it a request of the gateway's own makes the answer anew
     follower               5: reads the flight of an identical request; `finish` records it
     other worker's answer  6: `await_other_worker` waits until that worker has stored it, and replays it
     semantic hit           6: the entry is replayed through the flight; nothing is reserved
@@ -54,7 +55,7 @@ from gateway.journey.holds import Holds
 from gateway.journey.loops import LoopDetector
 from gateway.journey.masks import Masks
 from gateway.journey.outcomes import Looked, SemanticResult
-from gateway.journey.rate_limits import Headers, Limits
+from gateway.journey.rate_limits import LimitHeaders, Limits
 from gateway.journey.record import Record
 from gateway.journey.recorded_answers import RecordedAnswers, may_be_awaited
 from gateway.journey.recording import ended_with, record_of
@@ -131,7 +132,7 @@ class Pipeline:
         identity: Identity,
         attend: Callable[[Reply], None],
         own_alias: Alias | None = None,
-        taken: Eager[Headers] | None = None,
+        taken: Eager[LimitHeaders] | None = None,
     ) -> Reply:
         """The reply to `turn`, begun. `own_alias`: an alias of the gateway's own, for its own
         requests. `taken`: the headers of rate limits, if the request was counted before.

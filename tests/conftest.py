@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+from httpx._transports import default as httpx_transports
 from redis.asyncio import Redis
 
 from tests.cpu import CpuReport
@@ -30,6 +32,9 @@ from tests.touches import SERVICES, services_of
 hypothesis.settings.register_profile("sameway", deadline=None)
 hypothesis.settings.register_profile("quick", deadline=None, max_examples=25)
 
+# each of httpx's functions and each client of OpenAI's and Anthropic's would read all authorities anew: 25 ms
+httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only tests without a marker of tests/marks.py")
@@ -49,6 +54,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `--quick` the others are not even imported: their imports take longer than the quick tests."""
     return True if config.getoption("--quick") and marker_of(collection_path) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Nothing of what is imported is garbage, and to look through it again and again takes a quarter of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ Knows no prose: sentences come from the code.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import types
@@ -37,6 +38,7 @@ _NAMES: dict[Any, str] = {bool: "bool", int: "int", float: "number", str: "text"
 _SECTIONS: dict[Any, str] = {section: section.__name__ for section in SECTIONS}
 
 
+@functools.cache
 def generated() -> dict[str, str]:
     """The lines of each generated part by its name."""
     parts: dict[str, Callable[[], Iterable[str]]] = {
@@ -70,6 +72,7 @@ def _settings(section: type[BaseModel]) -> Iterable[str]:
         yield f"| `{name}` | {_type(field)} | {_default(field)} | {meanings.get(name, '')} |"
 
 
+@functools.cache
 def meanings_of(section: type[BaseModel]) -> dict[str, str]:
     """The sentence of each setting of a section: the text below it."""
     (body,) = (node.body for node in ast.parse(inspect.getsource(section)).body if isinstance(node, ast.ClassDef))

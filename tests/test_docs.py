@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import parse_qs
@@ -40,14 +40,19 @@ README, API, REASONS, OPERATIONS, CONFIGURATION, LOG = (
         "docs/log.md",
     )
 )
-DOCUMENT: dict[str, Any] = create_app(Settings()).openapi()
-PATHS, SCHEMAS = {**DOCUMENT["paths"], **admin_paths()}, DOCUMENT["components"]["schemas"]
 
 # HTTP's own, and those between the gateway and a provider
 _HEADERS_UNDOCUMENTED = {"content-type", "x-gzip"}
 _OLD_VOICE = re.compile(r"\b(nobody|somebody|whoever|whom)\b", re.IGNORECASE)
 _COLUMNS_MAX = 100
 _README_LINES_MAX = 120
+
+
+@functools.cache
+def _openapi() -> dict[str, Any]:
+    """The document of the API, with the admin's paths."""
+    document: dict[str, Any] = create_app(Settings()).openapi()
+    return {**document, "paths": {**document["paths"], **admin_paths()}}
 
 
 def _cells(text: str, heading: str) -> list[list[str]]:
@@ -74,11 +79,11 @@ def _fences(text: str, language: str) -> list[str]:
     return [textwrap.dedent(found) for found in re.findall(rf"^ *```{language}\n(.*?)^ *```$", text, re.M | re.S)]
 
 
-def _trees() -> Iterator[ast.AST]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            if path.name not in ("settings.py", "config_file.py"):
-                yield from ast.walk(ast.parse(path.read_text()))
+@functools.cache
+def _trees() -> tuple[ast.AST, ...]:
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    read = (path.read_text() for path in paths if path.name not in ("settings.py", "config_file.py"))
+    return tuple(node for text in read for node in ast.walk(ast.parse(text)))
 
 
 # -- lists ----------------------------------------------------------------------------------------------------------------
@@ -277,10 +282,12 @@ def test_sample_commands_can_run(name: str) -> None:
                 assert f"\n  {command}) " in (ROOT / "run").read_text(), line
             case ["curl", url, *options]:
                 path = re.sub(r"^\$BASE_URL", "/v1", url.partition("?")[0]).removeprefix("$HOST").removeprefix("$ROOT")
-                operation = PATHS[path]["post" if "-d" in options else "get"]
+                operation = _openapi()["paths"][path]["post" if "-d" in options else "get"]
                 if "-d" in options:
                     body = operation["requestBody"]["content"]["application/json"]["schema"]
-                    schema = SCHEMAS[body["$ref"].rpartition("/")[2]] if "$ref" in body else body
+                    schema = (
+                        _openapi()["components"]["schemas"][body["$ref"].rpartition("/")[2]] if "$ref" in body else body
+                    )
                     assert json.loads(options[options.index("-d") + 1]).keys() <= schema["properties"].keys(), line
                 else:
                     asked = {one["name"] for one in operation["parameters"]}
@@ -298,7 +305,7 @@ def test_names_exist(name: str) -> None:
     known["price"] = PriceSettings
     for section, field in re.findall(rf"`({'|'.join(known)})\.(?:[A-Z]+\.)?([a-z]\w+)(?:: [^`]*)?`", TEXTS[name]):
         assert field in known[section].model_fields, f"{section}.{field}"
-    served = {re.sub(r"\{\w+\}", "{}", path) for path in PATHS} | {"/v1", "/admin/api"}
+    served = {re.sub(r"\{\w+\}", "{}", path) for path in _openapi()["paths"]} | {"/v1", "/admin/api"}
     for path in re.findall(
         r"`(?:[A-Z]+ )?(/(?:v1|admin/api|healthz|metrics|readyz|tokenize)[^`\s.?]*)[`?]", TEXTS[name]
     ):

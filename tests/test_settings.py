@@ -178,20 +178,20 @@ def test_the_default_needs_nothing() -> None:
     assert list(settings.models) == ["smollm2-135m-instruct"]
 
 
-@pytest.mark.parametrize(
-    ("command", "text", "status"),
-    [("check-config", "port: 1", 0), ("check-config", "prot: 1", 2), ("serve", "prot: 1", 2)],
-)
-def test_the_command_line_says_so(tmp_path: Path, command: str, text: str, status: int) -> None:
+def test_the_command_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """check-config and serve refuse the same files, with status 2 and no stack trace."""
     path = tmp_path / "sameway.yaml"
-    path.write_text(text)
-    argv = [sys.executable, "-m", "gateway", command, "--config", str(path)]
+    path.write_text("port: 1")
+    assert main(["check-config", "--config", str(path)]) == 0
+    path.write_text("prot: 1")
+    capsys.readouterr()
+    assert main(["check-config", "--config", str(path)]) == 2
+    argv = [sys.executable, "-m", "gateway", "serve", "--config", str(path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == status
-    assert "Traceback" not in done.stderr
-    if status:
-        assert "prot: found" in done.stderr
+    assert done.returncode == 2
+    for said in (done.stderr, capsys.readouterr().err):
+        assert "Traceback" not in said
+        assert "prot: found" in said
 
 
 def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
@@ -207,18 +207,17 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
     assert b"\\u6a21\\u578b" in done.stderr
 
 
-def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """check-config names what the file must not hold beside the variable and the file that a deployment waits for."""
     path = tmp_path / "sameway.yaml"
     path.write_text(
         "secret: x\nport: 1\nport: 1\nengines: {default: {model: /not/there.gguf}}\n"
         "models: {a: {deployments: [{backend: openai, base_url: http://x/v1, model: m, api_key_env: NOT_THERE_AT_ALL}]}}"
     )
-    argv = [sys.executable, "-m", "gateway", "check-config", "--config", str(path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
+    assert main(["check-config", "--config", str(path)]) == 2
+    said = capsys.readouterr().err
     for part in ("secret: found in the file", "line 2 and again in line 3", "/not/there.gguf", "NOT_THERE_AT_ALL"):
-        assert part in done.stderr
+        assert part in said
     load_settings(None, {}, model="/not/there.gguf")  # a start goes on: the deployment says why it can't answer
 
 
@@ -445,11 +444,10 @@ def test_a_base_url_without_a_version_gets_a_hint(tmp_path: Path, url: str, hint
     assert all(re.search(hint, note) for note in found)
 
 
-def test_a_good_configuration_is_counted() -> None:
+def test_a_good_configuration_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     """check-config says how much there is, one or many."""
-    argv = [sys.executable, "-m", "gateway", "check-config"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "The configuration is good: 1 model, 1 local engine.\n"
+    assert main(["check-config"]) == 0
+    assert capsys.readouterr().out == "The configuration is good: 1 model, 1 local engine.\n"
 
 
 _GOOD = "sk-0123456789abcd"
@@ -498,19 +496,31 @@ def test_only_keys_that_are_sent_must_fit_a_header() -> None:
                 load_settings(None, {variable: value})
 
 
-def test_secrets_of_any_origin_stop_the_start_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({}, ["/secret: found another character", "/admin.key: found 3 characters"]),
+        ({"SAMEWAY_ADMIN_KEY": _GOOD, "SAMEWAY_SECRET": _GOOD, "SAMEWAY_API_KEY": "sk-short"}, ["SAMEWAY_API_KEY"]),
+    ],
+)
+def test_secrets_of_any_origin_stop_the_start_once(
+    environ: dict[str, str],
+    named: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """check-config and serve name the weak variable and the weak file of the data directory, with status 78."""
     (tmp_path / "admin.key").write_text("adm\n")
     (tmp_path / "secret").write_bytes(b"\xff" * 20)
-    for command in ("check-config", "serve"):
-        argv = [sys.executable, "-m", "gateway", command, "--data-dir", str(tmp_path), "--port", "0"]
-        for environ, named in (
-            ({}, ["/secret: found another character", "/admin.key: found 3 characters"]),
-            ({"SAMEWAY_ADMIN_KEY": _GOOD, "SAMEWAY_SECRET": _GOOD, "SAMEWAY_API_KEY": "sk-short"}, ["SAMEWAY_API_KEY"]),
-        ):
-            done = subprocess.run(
-                argv, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environ}
-            )
-            assert (done.returncode, done.stdout) == (os.EX_CONFIG, ""), done.stderr
-            lines = done.stderr.splitlines()
-            assert all(name in line for line, name in zip(lines[1:], named, strict=True)), lines
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    arguments = ["--data-dir", str(tmp_path), "--port", "0"]
+    checked = main(["check-config", *arguments])
+    said = capsys.readouterr()
+    argv = [sys.executable, "-m", "gateway", "serve", *arguments]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert (checked, done.returncode) == (os.EX_CONFIG, os.EX_CONFIG), done.stderr
+    for out, err in ((said.out, said.err), (done.stdout, done.stderr)):
+        assert out == ""
+        assert all(name in line for line, name in zip(err.splitlines()[1:], named, strict=True)), err

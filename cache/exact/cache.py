@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -377,8 +378,8 @@ class ExactCache:
         if self._lived(entry).expires_at <= self._clock():
             await self.purge(Purge(partition=entry.partition, id=entry.id))
         else:
-            await self.store(entry)
-            self.store_local(entry)
+            if (await self.store(entry, asked_at=entry.created_at)).refusal is None:
+                self.store_local(entry)
 
     def _lived(self, entry: Entry) -> Entry:
         """The entry with the time that it may live."""
@@ -390,20 +391,29 @@ class ExactCache:
         return entry if ttl_s == entry.ttl_s else msgspec.structs.replace(entry, ttl_s=float(ttl_s))
 
     def store_local(self, entry: Entry) -> None:
-        """Put an entry into this process' L1 at once, before Redis has it."""
-        entry = self._lived(entry)
-        if self.is_l1_on and entry.expires_at > self._clock():
+        """Put an entry into this process' L1 at once, before Redis has it; a curated one stays, as in Redis."""
+        entry, held = self._lived(entry), self._l1.lookup(entry.partition, entry.exact)
+        if self.is_l1_on and entry.expires_at > self._clock() and not (held is not None and held.is_curated):
             self._l1.store(entry)
 
+    def is_purged(self, entry: Entry, asked_at: float) -> bool:
+        """Whether a purge since `asked_at`, when its request came, removed what `entry` would be."""
+        return self._purges.reach(entry, asked_at)
+
     async def store(
-        self, entry: Entry, warm: str | None = None, chain: Sequence[bytes] = (), words_key: bytes | None = None
+        self,
+        entry: Entry,
+        warm: str | None = None,
+        chain: Sequence[bytes] = (),
+        words_key: bytes | None = None,
+        asked_at: float = math.inf,
     ) -> StoreResult:
         """Store an answer and, if `warm` names its deployment, the warm hint for its prefixes in
         `chain`.
 
         `words_key` is the digest of its prompt's words, if they may find it. An entry over the
-        entry limit is refused; an older answer to the same request is replaced. Raises
-        CacheUnavailable.
+        entry limit is refused, and one that a purge since `asked_at` would have removed; an older
+        answer to the same request is replaced. Raises CacheUnavailable.
         """
         now = self._clock()
         limits = self.limits
@@ -427,6 +437,10 @@ class ExactCache:
                 self._l1.drop(entry)
             elif put.is_replaced:  # other processes may hold the answer that this one replaces
                 await self._store.log.announce(Purge(partition=entry.partition, id=entry.id))
+            if put.refusal is None and self.is_purged(entry, asked_at):  # now, as the purge may not have seen it
+                self._l1.drop(entry)
+                await self._store.purge(entry.partition, [entry.exact])
+                return StoreResult(Refusal.PURGED, packed.size_bytes)
         return StoreResult(put.refusal, packed.size_bytes, len(put.evicted))
 
     async def store_warm(self, fp: Fingerprint, warm: str) -> None:
@@ -462,6 +476,8 @@ class ExactCache:
         count = size = 0
         samples: list[EntryListing] = []
         with _needs_redis:
+            if not is_dry_run:
+                await self._purges.announce(purge)
             for partition in await self._partitions(purge):
                 async for batch in self._matching(purge, partition):
                     # a wording has no answer of its own; its text may be what is asked for

@@ -3,7 +3,8 @@
 Each process listens on one Redis channel and sends heartbeats on it: it trusts its L1 only while it
 receives its own heartbeats. A purge is announced there, and every listener applies and signs it.
 The purge returns when all have signed, or when the others must have missed their heartbeats.
-Invariant: once a purge has returned, no process serves an entry that it removed.
+Invariants: once a purge has returned, no process serves an entry that it removed, nor stores one
+that was asked for before it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
-from cache.entry import Purge
+from cache.entry import Entry, Purge
 from cache.exact.l1 import L1
 from cache.exact.log import PURGE_CHANNEL, Announced, EntryLog
 from cache.redis_client import REDIS_FAILURES, Subscribe, Subscription
@@ -25,6 +27,7 @@ _HEARTBEAT_S = 2.0
 _HEARTBEAT_MISSED_S = 5.0
 _RESUBSCRIBE_S = 0.5
 _SIGNED_POLL_S = 0.002
+_KEPT_MAX = 1_000
 _read = reader(msgspec.msgpack.Decoder(Announced))
 
 
@@ -37,6 +40,7 @@ class Purges:
         self._clock = clock
         self._monotonic = monotonic
         self._heartbeat_at: float | None = None
+        self._latest: deque[tuple[float, Purge]] = deque(maxlen=_KEPT_MAX)  # each with its time
 
     @property
     def is_on(self) -> bool:
@@ -48,8 +52,15 @@ class Purges:
         self._turn_off()
         return False
 
+    def reach(self, entry: Entry, asked_at: float) -> bool:
+        """Whether a purge since `asked_at`, in seconds of the clock, was of `entry`, too."""
+        purges = [purge for at, purge in self._latest if at >= asked_at]
+        about, now = entry.about() if purges else None, self._clock()
+        return any(about and purge.matches(entry.partition, entry.exact, about, now) for purge in purges)
+
     async def announce(self, purge: Purge) -> None:
-        """Announce a purge, after its entries left Redis; returns once no L1 can serve them.
+        """Announce a purge, before and after its entries leave Redis; returns once no process stores an
+        earlier answer, and no L1 can serve what had left.
 
         Raises redis.exceptions.RedisError.
         """
@@ -90,7 +101,7 @@ class Purges:
         except msgspec.DecodeError:
             announced = Announced(Purge())  # of another version: it must have meant something
         if announced.purge is not None:
-            self._apply(announced.purge)
+            self._apply(announced.purge, is_replacement=not announced.receipt)
             if announced.receipt:
                 # the process that waits for it gives up after a while
                 with contextlib.suppress(*REDIS_FAILURES):
@@ -104,8 +115,10 @@ class Purges:
                 await self._log.announce(None, name)
             await asyncio.sleep(_HEARTBEAT_S if self.is_on else _HEARTBEAT_S / 10)
 
-    def _apply(self, purge: Purge) -> None:
+    def _apply(self, purge: Purge, *, is_replacement: bool = False) -> None:
         self._l1.purge(purge, self._clock())
+        if not is_replacement:
+            self._latest.append((self._clock(), purge))
 
     def _turn_off(self) -> None:
         self._heartbeat_at = None

@@ -173,12 +173,7 @@ def add_device_page(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         if session is None or not session.subject:
             raise Forbidden("The admin key has no team: sign in as a person, and open the page again")
         team_of(session.groups, access, parts.accounts.team_ids)
-        person = {
-            "actor": session.actor,
-            "subject": session.subject,
-            "sid": session.sid,
-            "groups": list(session.groups),
-        }
+        person = {name: getattr(session, name) for name in ("actor", "subject", "sid")} | {"groups": [*session.groups]}
         agent = await waiting(request, code)
         if agent is not None and is_allowed:
             await parts.audit.add(parts.audit_row(AGENT_SIGNED_IN, agent.client, principal_of(request)))

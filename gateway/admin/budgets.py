@@ -10,13 +10,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from gateway import accounts
-from gateway.accounts.audit import (
-    BUDGET_CHANGED,
-    BUDGET_CREATED,
-    BUDGET_DELETED,
-    BUDGET_RAISED,
-    BUDGET_RESET,
-)
+from gateway.accounts import audit
 from gateway.admin import models
 from gateway.admin.format import utc
 from gateway.admin.guard import Acting, Principal
@@ -31,6 +25,7 @@ from policies.pace import Pace, pace_of
 from policies.windows import TEAM, Unit
 
 _LIMITS = {"limit_microusd": Unit.MONEY, "limit_tokens": Unit.TOKENS, "limit_requests": Unit.REQUESTS}
+_AMOUNTS = ("spent", "held", "remaining", "per_day", "projected")
 _VALUES_SHOWN = 100
 
 
@@ -48,7 +43,7 @@ async def list_budgets_of_team(parts: WorkerParts, team_id: Id) -> models.Budget
 async def create_budget(parts: WorkerParts, team_id: Id, body: models.BudgetIn, operator: Acting) -> models.BudgetOut:
     """A new budget. On the team's money it counts from its window's start, else from now. 409 where one of its kind is."""
     _check_below(body.axis, operator)
-    row = parts.audit_row(BUDGET_CREATED, "", operator)
+    row = parts.audit_row(audit.BUDGET_CREATED, "", operator)
     budget = await parts.accounts.create_budget(team_id, **fields_of(body), row=row)
     return await _live(parts, budget.id)
 
@@ -66,7 +61,7 @@ async def update_budget(
             if _LIMITS[name] is not budget.unit:
                 raise accounts.Invalid(name, f"this budget counts {budget.unit}, and its unit cannot change")
         given["limit"] = next(iter(limits.values()))
-    await parts.accounts.update_budget(budget_id, **given, row=parts.audit_row(BUDGET_CHANGED, "", operator))
+    await parts.accounts.update_budget(budget_id, **given, row=parts.audit_row(audit.BUDGET_CHANGED, "", operator))
     return await _live(parts, budget_id)
 
 
@@ -90,7 +85,7 @@ async def raise_budget(
     if body.until_s <= parts.clock() and body.by:
         raise accounts.Invalid("until_s", "expected a moment that has not passed")
     entry = f"budget {budget_id}: {amount_words(body.by, budget.unit)} more until {utc(body.until_s)}"
-    row = parts.audit_row(BUDGET_RAISED, entry, operator, budget.team_id)
+    row = parts.audit_row(audit.BUDGET_RAISED, entry, operator, budget.team_id)
     await parts.accounts.raise_budget(budget_id, body.by, int(body.until_s * 1000), row)
     return await _live(parts, budget_id)
 
@@ -100,7 +95,7 @@ async def reset_budget(parts: WorkerParts, budget_id: Id, operator: Acting) -> m
     budget = await _live(parts, budget_id)
     _check_below(budget.axis, operator)
     spent = "an unknown amount" if budget.spent is None else amount_words(budget.spent, budget.unit)
-    row = parts.audit_row(BUDGET_RESET, f"budget {budget_id}: {spent} was spent", operator, budget.team_id)
+    row = parts.audit_row(audit.BUDGET_RESET, f"budget {budget_id}: {spent} was spent", operator, budget.team_id)
     await parts.accounts.reset_budget(budget_id, row)
     return await _live(parts, budget_id)
 
@@ -108,7 +103,7 @@ async def reset_budget(parts: WorkerParts, budget_id: Id, operator: Acting) -> m
 async def delete_budget(parts: WorkerParts, budget_id: Id, operator: Acting) -> None:
     """The team is no longer held to it."""
     _check_below((await _definition(parts, budget_id)).axis, operator)
-    await parts.accounts.delete_budget(budget_id, parts.audit_row(BUDGET_DELETED, "", operator))
+    await parts.accounts.delete_budget(budget_id, parts.audit_row(audit.BUDGET_DELETED, "", operator))
 
 
 def _check_below(axis: str, operator: Principal) -> None:
@@ -216,13 +211,8 @@ def _out(
         return models.BudgetOut.of(budget, **terms)
     remaining = max(0, limit - state.spent - state.held)
     end_ms = None if budget.rolling_s else state.window.end_ms
-    money = {
-        "spent_microusd": state.spent,
-        "held_microusd": state.held,
-        "remaining_microusd": remaining,
-        "per_day_microusd": None if pace.per_day is None else round(pace.per_day),
-        "projected_microusd": None if pace.projected is None else round(pace.projected),
-    }
+    amounts = zip(_AMOUNTS, (state.spent, state.held, remaining, pace.per_day, pace.projected), strict=True)
+    money = {f"{name}_microusd": None if amount is None else round(amount) for name, amount in amounts}
     return models.BudgetOut.of(
         budget,
         state,

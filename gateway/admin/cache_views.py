@@ -40,16 +40,16 @@ async def cache(parts: WorkerParts) -> models.CacheOut:
         models.PartitionOut.of(sums, size_bytes_max=size_bytes_max, **owners.get(sums.partition, _DELETED))
         for sums in sizes.partitions
     ]
-    healths = {
-        WorkerState.READY: PartHealth.OK,
-        WorkerState.LOADING: PartHealth.STARTING,
-        WorkerState.REBUILDING: PartHealth.STARTING,
-    }
+    healths = dict.fromkeys((WorkerState.LOADING, WorkerState.REBUILDING), PartHealth.STARTING)
     detail = f"{worker.size}, {worker.embedder}" if worker.is_ready else worker.detail or worker.state
     return models.CacheOut.of(
         sizes,
         partitions=sorted(partitions, key=lambda sums: -sums.size_bytes),
-        semantic=GatewayPart(name="semantic index", health=healths.get(worker.state, PartHealth.DOWN), detail=detail),
+        semantic=GatewayPart(
+            name="semantic index",
+            health=PartHealth.OK if worker.is_ready else healths.get(worker.state, PartHealth.DOWN),
+            detail=detail,
+        ),
     )
 
 

@@ -130,9 +130,8 @@ def savings_chart(savings: SavingsOut) -> Markup:
     sums = {of_day.day: (of_day.spent_microusd, of_day.saved_microusd) for of_day in savings.days}
     starts = range(savings.from_s, savings.until_s, 86_400)
     days = [datetime.fromtimestamp(at, UTC).date().isoformat() for at in starts[-_DAYS_MAX:]]
-    days = (
-        days if len(starts) <= _DAYS_MAX else [*sums][-_DAYS_MAX:] or days[:1]
-    )  # of a longer time those with requests
+    if len(starts) > _DAYS_MAX:  # of a longer time those with requests
+        days = [*sums][-_DAYS_MAX:] or days[:1]
     notes = [f"{day}\n{_money_note(*sums[day]) if day in sums else 'nothing'}" for day in days]
     label = f"By day: {_money_note(savings.spent_microusd, savings.saved_microusd)}"
     return _money_bars([sums.get(day, (0, 0)) for day in days], days, label, notes)
@@ -253,9 +252,7 @@ def log_lines(series: Sequence[Series], steps: Sequence[str], axis: Axis, label:
 
 def parts_bar(parts: Sequence[tuple[str, float, str]], label: str) -> Markup:
     """One bar of parts side by side: each has a kind, an amount and a tooltip."""
-    whole = sum(amount for _, amount, _ in parts)
-    if whole <= 0:
-        return Markup('<svg class="parts" viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true"></svg>')
+    whole = sum(amount for _, amount, _ in parts) or 1
     x, drawn = 0.0, []
     for kind, amount, note in parts:
         width = amount / whole * 1000
@@ -284,21 +281,13 @@ def _plot(inner: Markup, notes: Sequence[str], ticks: Sequence[str], names: Sequ
     shown = names if len(names) < 3 else (names[0], names[len(names) // 2], names[-1])
     x_labels = Markup("").join(Markup("<span>{}</span>").format(name) for name in shown)
     numbers = Markup("").join(Markup("<li>{}</li>").format(note.replace("\n", ": ", 1)) for note in notes)
+    id = label.partition(":")[0].partition(",")[0].lower().replace(" ", "-")
     return Markup(
         '<div class="plot"><div class="y-axis" aria-hidden="true">{}</div>'
         '<svg viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}">{}</svg>'
         '<div class="x-axis" aria-hidden="true">{}</div></div>'
         '<details class="numbers" id="numbers-{}"><summary>In numbers</summary><ul tabindex="0">{}</ul></details>'
-    ).format(
-        y_labels,
-        _number(len(notes) * _STEP),
-        _number(_HEIGHT),
-        label,
-        inner,
-        x_labels,
-        label.partition(":")[0].partition(",")[0].lower().replace(" ", "-"),
-        numbers,
-    )
+    ).format(y_labels, _number(len(notes) * _STEP), _number(_HEIGHT), label, inner, x_labels, id, numbers)
 
 
 def _grid(steps: int, heights: Sequence[float]) -> Markup:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from gateway import accounts
 from gateway.accounts.audit import CONFIG_RELOADED, MODEL_CHANGED, ModelChange
@@ -37,7 +38,7 @@ async def list_models(parts: WorkerParts) -> models.ConfiguredOut:
             models.ConfiguredModel(alias=alias, is_in_file=alias in in_file, kept=kept.get(alias))
             for alias in sorted({*parts.settings.models, *kept})
         ],
-        history=[models.ModelChangeOut.of(*change) for change in reversed(changes[-_HISTORY:])],
+        history=[asdict(row) | asdict(change) for row, change in reversed(changes[-_HISTORY:])],
     )
 
 

@@ -159,14 +159,15 @@ _MICROUSD = re.compile(r"(\d+) µUSD")
 _MS = re.compile(r"(?<![\d.])(\d+) ms\b")
 
 
+_BODY = re.compile(r'\{.*?"message":\s*"((?:[^"\\]|\\.)*)".*', re.DOTALL)
 _ERRNO = re.compile(
     r"(?:\w+Error: )*(?:Redis is away: no connection: )?\[Errno (-?\d+)\] (?:Connect call failed \('(.+?)'(?:, (\d+))?.*?\))?"
 )
 
 
 def in_units(text: str) -> str:
-    """A part's own words for people: µUSD as dollars, ms as durations, an errno by its name."""
-    text = _ERRNO.sub(_named_errno, text)
+    """A part's own words for people: µUSD as dollars, ms as durations, an errno by its name, an error's body by its message."""
+    text = _ERRNO.sub(_named_errno, _BODY.sub(r"\1", text))
     return _MS.sub(lambda time: ms(int(time[1])), _MICROUSD.sub(lambda amount: usd(int(amount[1])), text))
 
 

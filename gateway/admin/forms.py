@@ -275,31 +275,29 @@ def words_of(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         name = str(first["loc"][-1]) if first["loc"] else ""
-        return f"{_LABELS.get(name, name)}: {in_json_words(first['msg'])}"
+        return f"{_label(name)}: {in_json_words(first['msg'])}"
     if isinstance(error, accounts.Invalid):
         _, _, message = str(error).partition(": ")
-        return f"{_LABELS.get(error.field, error.field)}: {message}"
+        return f"{_label(error.field)}: {message}"
     message = str(error)
     return f"{message[:1].upper()}{message[1:]}"
 
 
+def _label(name: str) -> str:
+    return _LABELS.get(name, name.replace("_", " ").capitalize())
+
+
 _LABELS = {
-    "name": "Name",
     "requests_per_min": "Requests per minute",
     "tokens_per_min": "Tokens per minute",
     "semantic_error_max": "Wrong semantic hits at most",
     "verify": "The verifier is asked",
-    "regions": "Regions",
     "retention_days_max": "Days kept by providers, at most",
     "store_s_max": "Seconds kept here, at most",
     "limit_microusd": "Limit",
-    "window": "Window",
     "expires_at_s": "Expires in",
-    "addresses": "Addresses",
     "overlap_s": "The old secret works for, hours",
-    "prompt": "Prompt",
     "text": "Prompt",
-    "model": "Model",
     "team_id": "Team",
     "id": "Entry id",
     "older_than_s": "Older than",

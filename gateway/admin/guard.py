@@ -53,6 +53,7 @@ from gateway.wire.errors import (
     sentence,
 )
 from gateway.wire.requests import decode_strictly, in_json_words
+from policies.durations import duration_s
 from policies.redis import RedisCommands
 
 COOKIE = "sameway_admin"
@@ -156,7 +157,7 @@ class Guard:
             wait_s = await self.guesses.wait_s(scope, client)
         if wait_s:
             self._count(endpoint, "not_read")
-            then = f"Wait {_seconds(wait_s)}, then send the right one."
+            then = f"Wait {duration_s(math.ceil(wait_s))}, then send the right one."
             raise TooManyWrongKeys(f"Too many wrong keys came from your address. {then}", wait_s)
         digest = _digest(key)
         if endpoint in (Endpoint.LOGIN, Endpoint.ADMIN_API) and not self._settings.access.is_admin_key_taken:
@@ -281,11 +282,6 @@ def _digest(key: str) -> bytes:
 def _bearer(request: Request) -> str:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
-
-
-def _seconds(wait_s: float) -> str:
-    seconds = max(1, math.ceil(wait_s))
-    return f"{seconds} second{'' if seconds == 1 else 's'}"
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -16,8 +16,11 @@ from cache.fingerprint import TEXT_CHARS_MAX
 from gateway.accounts import Key, LedgerRow, NewKey
 from gateway.accounts.audit import AuditRow
 from gateway.accounts.checks import AXES, RATE_MAX, ROLLING_S_MAX
-from gateway.accounts.ledger import COLUMNS
+from gateway.accounts.ledger import COLUMNS, LedgerTotal
+from gateway.accounts.persons import Person
+from gateway.accounts.sessions import Session
 from gateway.accounts.teams import KeyTemplate
+from gateway.batches.batches import Batch
 from gateway.deployments.progress import Attempt
 from gateway.journey.outcomes import Claim, Hedged, Rejection, Seam
 from gateway.journey.record import FIELDS, GuardCall, Record, Stage
@@ -129,13 +132,16 @@ _Values = dict[str, Any]
 # -- teams, keys, budgets
 
 
-class KeyTemplateIn(_In):
-    """What new keys of the team get where nothing is said of it; a member's own keys have no more than that."""
-
+class _KeyLimits(_In):
     models: _Models | None = Field(None, description="null: every model")
     requests_per_min: _Rate | None = None
     tokens_per_min: _Rate | None = None
     addresses: _Networks | None = None
+
+
+class KeyTemplateIn(_KeyLimits):
+    """What new keys of the team get where nothing is said of it; a member's own keys have no more than that."""
+
     expires_in_s: float | None = Field(None, gt=0, le=1e9, description="seconds after they are made; null: never")
 
 
@@ -165,13 +171,9 @@ class TeamPatch(TeamIn):
     name: _Name = ""
 
 
-class KeyIn(_In):
+class KeyIn(_KeyLimits):
     name: _Name
     expires_at_s: float | None = Field(None, gt=0, le=1e11)
-    requests_per_min: _Rate | None = None
-    tokens_per_min: _Rate | None = None
-    models: _Models | None = Field(None, description="null: every model")
-    addresses: _Networks | None = None
 
 
 class RotateIn(_In):
@@ -239,20 +241,9 @@ KeyTemplateOut = Annotated[KeyTemplate, _Flat("KeyTemplateOut")]
 NewKeyOut = Annotated[NewKey, _Flat("NewKeyOut", _NEW_KEY, key=KeyOut)]
 
 
-class OwnKeyOut(_Out):
-    """A key of the caller's own, with what it spent in the last 30 days."""
-
-    id: int
-    team_id: int
-    team: str
-    name: str
-    prefix: str
-    is_active: bool
-    expires_at_s: float | None
-    old_until_s: float | None
-    last_used_at_s: float | None
-    requests: int
-    cost_microusd: int
+_OWN = "id team_id team name prefix is_active expires_at_s old_until_s last_used_at_s requests cost_microusd"
+_OWN_DOC = "A key of the caller's own, with what it spent in the last 30 days."
+_OwnKey = Annotated[Key, _Flat("OwnKeyOut", _OWN_DOC, only=_OWN, team=str, requests=int, cost_microusd=int)]
 
 
 class MeOut(_Out):
@@ -261,44 +252,27 @@ class MeOut(_Out):
     actor: str
     roles: dict[str, list[str]]
     teams: dict[int, str]
-    keys: list[OwnKeyOut]
+    keys: list[_OwnKey]
     keys_stop_at_s: float | None = Field(description="when they stop, or stopped, without a sign-in; null: never")
 
 
 SessionId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
-class SessionOut(_Out):
-    """A session of the dashboard."""
-
-    id: str
-    actor: str
-    client: str
-    groups: tuple[str, ...]
-    created_at_s: float
-    expires_at_s: float
-
-
-class SessionsOut(_Out):
-    sessions: list[SessionOut]
+_SESSION = "id actor client groups created_at_s expires_at_s"
+_Session = Annotated[Session, _Flat("SessionOut", "A session of the dashboard.", only=_SESSION)]
+SessionsOut = Annotated[_Values, _Flat("SessionsOut", sessions=list[_Session])]
 
 
 class PersonIn(_In):
     name: _Name
 
 
-class PersonOut(_Out):
-    """A person that the provider vouched for: here, a sign-in or a new token, exact to a day."""
-
-    name: str
-    seen_at_s: float
-    is_disabled: bool
-    keys_stop_at_s: float | None = Field(description="when the person's keys stop, or stopped; null: never")
-    keys: int = Field(description="the person's own keys that are not revoked")
-
-
-class PeopleOut(_Out):
-    people: list[PersonOut]
+_PERSON = "A person that the provider vouched for: here, a sign-in or a new token, exact to a day."
+_Stop = Annotated[float | None, Field(description="when the person's keys stop, or stopped; null: never")]
+_Count = Annotated[int, Field(description="the person's own keys that are not revoked")]
+_Person = Annotated[Person, _Flat("PersonOut", _PERSON, keys_stop_at_s=_Stop, keys=_Count)]
+PeopleOut = Annotated[_Values, _Flat("PeopleOut", people=list[_Person])]
 
 
 class BudgetTerms(_Out):
@@ -474,17 +448,6 @@ class StatsOut(_Out):
     series: list[PointOut]
     ttft: dict[str, _Percentiles] = Field(description="by what answered; `hit` and `all` are sums")
     duration: dict[str, _Percentiles]
-    judging: list[JudgingOut] = []
-
-
-class JudgingOut(_Out):
-    """What judging a team's answers by a model cost, beside what the cache saved the team."""
-
-    team_id: int
-    team: str
-    questions: int
-    cost_microusd: int
-    saved_microusd: int
 
 
 _Rejection = Annotated[Rejection, _Flat("RejectionOut")]
@@ -537,34 +500,31 @@ _LedgerRow = Annotated[
 LedgerOut = Annotated[_Values, _Flat("LedgerOut", rows=list[_LedgerRow], cursor=str | None)]
 
 
-class LedgerSumOut(_Out):
-    """The rows of one group, summed. A column that is no group is null, but for the team of a key."""
-
-    team_id: int | None
-    team: str | None = Field(description="its name; null: of a team that was deleted")
-    key_id: int | None
-    key: str | None = Field(description="its name; null: of a key that was deleted with its team")
-    model: str | None
-    deployment: str | None
-    user: str | None = Field(description="empty: requests without one")
-    tag: str | None = Field(description="a value of the tag that was asked for, else the name of a tag")
-    region: str | None = Field(description="what the settings say of the deployments")
-    session: str | None = Field(description="empty: requests without one")
-    day: str | None = Field(description="an ISO date, in UTC")
-    is_other: bool = Field(description="the users or tags beyond those that are counted apart")
-    requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    cost_microusd: int
-    hits: int = Field(description="answers that cost nothing: none of the `requests`, and of no deployment")
-    saved_microusd: int = Field(description="what the hits would have cost, where that is known")
-    checks_microusd: int = Field(description="of the cost: questions to verifiers, and checks of hits")
-
-
-class LedgerSumsOut(_Out):
-    sums: list[LedgerSumOut]
-    has_more: bool = Field(description="there are groups that cost less, beyond `limit`")
+SUM = "team_id team key_id key model deployment user tag region session day is_other requests prompt_tokens cached_tokens "
+SUM += "completion_tokens cost_microusd hits saved_microusd checks_microusd"
+_LedgerSum = Annotated[
+    LedgerTotal,
+    _Flat(
+        "LedgerSumOut",
+        "The rows of one group, summed. A column that is no group is null, but for the team of a key.",
+        only=SUM,
+        team=Annotated[str | None, Field(description="its name; null: of a team that was deleted")],
+        key=Annotated[str | None, Field(description="its name; null: of a key that was deleted with its team")],
+        model=str | None,
+        user="empty: requests without one",
+        tag="a value of the tag that was asked for, else the name of a tag",
+        region="what the settings say of the deployments",
+        session="empty: requests without one",
+        day="an ISO date, in UTC",
+        is_other=Annotated[bool, Field(description="the users or tags beyond those that are counted apart")],
+        **dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens"), int),
+        hits="answers that cost nothing: none of the `requests`, and of no deployment",
+        saved_microusd="what the hits would have cost, where that is known",
+        checks_microusd="of the cost: questions to verifiers, and checks of hits",
+    ),
+]
+_More = Annotated[bool, Field(description="there are groups that cost less, beyond `limit`")]
+LedgerSumsOut = Annotated[_Values, _Flat("LedgerSumsOut", sums=list[_LedgerSum], has_more=_More)]
 
 
 class SavingsStepOut(_Out):
@@ -647,20 +607,10 @@ _AuditRow = Annotated[
 AuditOut = Annotated[_Values, _Flat("AuditOut", rows=list[_AuditRow], cursor=int | None)]
 
 
-class BatchOut(_Out):
-    """A batch of requests; times in unix seconds."""
-
-    id: str
-    team_id: int
-    team: str
-    endpoint: str
-    status: str
-    created_at_s: float
-    expires_at_s: float
-    ended_at_s: float | None
-    total: int = Field(description="lines; 0 until the input is read")
-    completed: int
-    failed: int
+_BATCH = "id team_id team endpoint status created_at_s expires_at_s ended_at_s total completed failed"
+_BATCH_DOC = "A batch of requests; times in unix seconds."
+_LINES = "lines; 0 until the input is read"
+BatchOut = Annotated[Batch, _Flat("BatchOut", _BATCH_DOC, only=_BATCH, team=str, total=_LINES)]
 
 
 BatchesOut = Annotated[_Values, _Flat("BatchesOut", batches=list[BatchOut], cursor=str | None)]
@@ -773,19 +723,13 @@ class ConfiguredModel(_Out):
     kept: _Model = Field(description="what the database says of it; null: nothing")
 
 
-class ModelChangeOut(_Out):
-    id: int
-    at_ms: int
-    alias: str
-    before: _Model
-    after: _Model
-    client: str
-    way: str
+_CHANGE = "id at_ms alias before after client way"
+_Change = Annotated[AuditRow, _Flat("ModelChangeOut", only=_CHANGE, alias=str, before=_Model, after=_Model)]
 
 
 class ConfiguredOut(_Out):
     models: list[ConfiguredModel]
-    history: list[ModelChangeOut] = Field(description="the latest changes, newest first")
+    history: list[_Change] = Field(description="the latest changes, newest first")
 
 
 class DeploymentFacts(_Out):

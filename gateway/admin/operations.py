@@ -99,7 +99,8 @@ async def cancel_batch(parts: WorkerParts, batch_id: str, operator: Acting) -> m
     batch = await parts.batches.get(None, batch_id)
     row = parts.audit_row(BATCH_CANCELLED, batch.id, operator, batch.team_id)
     await parts.batches.cancel(batch.team_id, batch.id, row)
-    return views.batch_out(await parts.batches.get(batch.team_id, batch.id), await parts.accounts.list_teams())
+    rows: list[models.BatchOut] = await views.batch_rows(parts, [await parts.batches.get(batch.team_id, batch.id)])
+    return rows[0]
 
 
 def _find(parts: WorkerParts, name: str) -> list[tuple[Alias, Deployment]]:

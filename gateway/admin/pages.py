@@ -14,33 +14,24 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.routing import BaseRoute
 
 from gateway.accounts.ledger import Group, LedgerFilter
-from gateway.admin import budgets, cache_views, configuration, misses, savings_views, teams, verifier_views, views
-from gateway.admin.agents import add_device_page, agent_routes
-from gateway.admin.charts import (
-    ANSWERS,
-    kinds_bar,
-    kinds_chart,
-    money_chart,
-    savings_chart,
-    ttft_chart,
-    waterfall,
+from gateway.admin import (
+    budgets,
+    cache_views,
+    charts,
+    configuration,
+    misses,
+    queries,
+    savings_views,
+    teams,
+    verifier_views,
+    views,
 )
+from gateway.admin.agents import add_device_page, agent_routes
 from gateway.admin.forms import Render, add_forms
 from gateway.admin.guard import principal_of
 from gateway.admin.html import Pages, page_route, static_file, with_query
-from gateway.admin.models import StatsOut
+from gateway.admin.models import DeploymentOut, StatsOut
 from gateway.admin.parts import AdminParts
-from gateway.admin.queries import (
-    GROUPS,
-    Asker,
-    CacheKind,
-    RouteFilter,
-    RouteOutcome,
-    days_of,
-    id_of,
-    ledger_filter,
-    periods,
-)
 from gateway.admin.roles import may
 from gateway.admin.sign_in import add_doors, end_sessions
 from gateway.settings import NEAR_SIMILARITY_MIN, Role, is_pattern
@@ -49,10 +40,12 @@ from gateway.wire.errors import NotFound
 
 _ROUTES_PER_PAGE = 30
 _LEDGER_PER_PAGE = 30
-_SUMS_SHOWN = 200
+_SUMS_SHOWN = 24
+_DAYS_SHOWN = 400
+_MODELS_SHOWN = 15
 _AUDIT_PER_PAGE = 100
 _PEOPLE_SHOWN = 200
-_TEAMS_PER_PAGE = 100
+_TEAMS_PER_PAGE = 20
 _LATEST = 6
 
 
@@ -115,17 +108,22 @@ def _add_overview(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[st
         )
 
     async def render_deployments(request: Request, status: int = 200, **form: Any) -> Response:
-        views_of_deployments = (await views.deployments(parts))["deployments"]
+        every, aliases = (await views.deployments(parts))["deployments"], dict[str, list[DeploymentOut]]()
+        for view in every:
+            aliases.setdefault(view.alias, []).append(view)
+        chosen, meant = request.query_params.get("model"), form.get("values", {}).get("name")
+        shown = [alias for alias in aliases if chosen in (None, "", alias)]
+        if len(shown) > _MODELS_SHOWN:  # what a form was about, then what is in trouble
+            rank = lambda view: (view.name != meant, view.is_available is not False)  # noqa: E731
+            shown.sort(key=lambda alias: min(map(rank, aliases[alias])))
         return pages.render(
             request,
             "deployments.html",
             status,
-            aliases={
-                alias: [view for view in views_of_deployments if view.alias == alias]
-                for alias in dict.fromkeys(view.alias for view in views_of_deployments)
-            },
+            names={alias: alias for alias in aliases},
+            aliases={alias: aliases[alias] for alias in shown[:_MODELS_SHOWN]},
             hosts=await views.or_none(parts.hosts.all()),
-            parts=[part for part in parts.healths() if part.name not in {view.name for view in views_of_deployments}],
+            parts=[part for part in parts.healths() if part.name not in {view.name for view in every}],
             **form,
         )
 
@@ -142,11 +140,11 @@ def charts_of(stats: StatsOut | None) -> dict[str, Any]:
     if stats is None:
         return {}
     return {
-        "kinds": kinds_chart(stats),
-        "bar": kinds_bar(stats.total),
-        "answers": kinds_bar(stats.total, ANSWERS),
-        "money": money_chart(stats),
-        "ttft": ttft_chart(stats),
+        "kinds": charts.kinds_chart(stats),
+        "bar": charts.kinds_bar(stats.total),
+        "answers": charts.kinds_bar(stats.total, charts.ANSWERS),
+        "money": charts.money_chart(stats),
+        "ttft": charts.ttft_chart(stats),
     }
 
 
@@ -162,7 +160,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             request,
             "requests.html",
             **shown,
-            is_filtered=where != RouteFilter(asked_by="caller"),
+            is_filtered=where != queries.RouteFilter(asked_by="caller"),
             choices=await views.route_choices(parts, _among(request, where.team_id)),
             models=parts.settings.names,
         )
@@ -170,15 +168,15 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     @router.get("/savings")
     async def savings(request: Request) -> Response:
         team_id, model = _team_id(request), request.query_params.get("model", "")
-        where = savings_views.savings_filter(parts, team_id, model, **days_of(request.query_params))
+        where = savings_views.savings_filter(parts, team_id, model, **queries.days_of(request.query_params))
         sums = await savings_views.savings(parts, where)
         certified = await views.or_none(cache_views.certificate(parts, team_id, model))
         return pages.render(
             request,
             "savings.html",
             savings=sums,
-            bars=waterfall(sums),
-            chart=savings_chart(sums),
+            bars=charts.waterfall(sums),
+            chart=charts.savings_chart(sums),
             team_id=team_id,
             model=model,
             days=_shown_days(parts, request, where),
@@ -192,11 +190,12 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
     async def ledger(request: Request, cursor: str = "") -> Response:
         query = request.query_params
         model, deployment = query.get("model"), query.get("deployment")
-        where = ledger_filter(_team_id(request), model=model, deployment=deployment, **days_of(query))
+        where = queries.ledger_filter(_team_id(request), model=model, deployment=deployment, **queries.days_of(query))
         by = query.get("by", "")
         if by in ("user", "tag", "region"):  # whose sums are kept by team and day alone
             where = replace(where, alias=None, deployment=None, tag=query.get("tag") or None if by == "tag" else None)
-        sums = await views.ledger_sums(parts, where, by, tag=where.tag, limit=_SUMS_SHOWN) if by in GROUPS else None
+        shown = _DAYS_SHOWN if by == "day" else _SUMS_SHOWN
+        sums = await views.ledger_sums(parts, where, by, tag=where.tag, limit=shown) if by in queries.GROUPS else None
         page = await views.ledger(parts, where, cursor or None, _LEDGER_PER_PAGE)
         totals = await parts.ledger.totals([Group.DAY], where)
         return pages.render(
@@ -205,7 +204,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
             rows=page["rows"],
             older=_older(request, page["cursor"]),
             by=by,
-            groups=GROUPS,
+            groups=queries.GROUPS,
             sums=sums,
             days=_shown_days(parts, request, where),
             twin=_twin(where, by=by, tag=where.tag) if sums else _twin(where),
@@ -219,7 +218,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
 
 
 async def _shown_routes(
-    parts: AdminParts, request: Request, where: RouteFilter, cursor: str, after: str
+    parts: AdminParts, request: Request, where: queries.RouteFilter, cursor: str, after: str
 ) -> dict[str, Any]:
     """The values of the list of requests."""
     page = await views.routes(parts, principal_of(request), where, cursor, after, _ROUTES_PER_PAGE)
@@ -244,7 +243,7 @@ def _shown_days(parts: AdminParts, request: Request, where: LedgerFilter) -> dic
     shown = tuple(None if at is None else datetime.fromtimestamp(at / 1000, UTC).date() for at in bounds)
     offered = [
         (words, with_query(request, {"from": str(days[0]), "until": str(days[1]), "cursor": None}), days == shown)
-        for words, days in periods(parts.clock()).items()
+        for words, days in queries.periods(parts.clock()).items()
     ]
     return {"first": shown[0], "last": shown[1], "offered": offered}
 
@@ -256,20 +255,20 @@ def _twin(where: LedgerFilter, **more: str | None) -> str:
     return urlencode({name: value for name, value in named.items() if value not in (None, "")})
 
 
-def _route_filter(request: Request) -> RouteFilter:
+def _route_filter(request: Request) -> queries.RouteFilter:
     """The filter in the query; unknown values filter nothing."""
     query, request_id = request.query_params, request.query_params.get("request_id", "").strip()
 
     def known(name: str, values: Any) -> Any:
         return query[name] if query.get(name) in get_args(values) else ""
 
-    askers: dict[str, Asker] = {"sameway": "sameway", "all": ""}
-    return RouteFilter(
+    askers: dict[str, queries.Asker] = {"sameway": "sameway", "all": ""}
+    return queries.RouteFilter(
         team_id=_team_id(request),
         model=query.get("model", ""),
-        cache=known("cache", CacheKind),
+        cache=known("cache", queries.CacheKind),
         deployment=query.get("deployment", ""),
-        outcome=known("outcome", RouteOutcome),
+        outcome=known("outcome", queries.RouteOutcome),
         request_id=request_id,
         asked_by=askers.get(query.get("asked_by", "all" if request_id else ""), "caller"),
     )
@@ -285,7 +284,7 @@ def _among(request: Request, team_id: int | None) -> set[int] | None:
 
 def _team_id(request: Request) -> int | None:
     """The team in the query; None where no id can be like that."""
-    return id_of(request.query_params.get("team_id"))
+    return queries.id_of(request.query_params.get("team_id"))
 
 
 def _add_teams(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, Render]:
@@ -349,7 +348,7 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     async def render_cache(request: Request, status: int = 200, **form: Any) -> Response:
         sizes = await cache_views.cache(parts)
         reader = principal_of(request)
-        near_misses = await views.near_misses(parts, reader, RouteFilter(), limit=10)
+        near_misses = await views.near_misses(parts, reader, queries.RouteFilter(), limit=10)
         stats = await views.or_none(views.stats(parts, StatsWindow.DAY))
         return pages.render(
             request,
@@ -372,7 +371,7 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
     @router.get("/quality")
     async def quality(request: Request) -> Response:
         reader = principal_of(request)
-        latest = await views.routes(parts, reader, RouteFilter(cache="semantic"), limit=_LATEST)
+        latest = await views.routes(parts, reader, queries.RouteFilter(cache="semantic"), limit=_LATEST)
         return pages.render(
             request,
             "quality.html",
@@ -380,7 +379,6 @@ def _add_cache(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str, 
             verifier=await verifier_views.cache_verifier(parts, reader),
             wrong=(await cache_views.wrong(parts, reader))["wrong"],
             latest=latest["routes"],
-            stats=await views.or_none(views.stats(parts, StatsWindow.DAY)),
             settings=parts.settings.cache,
             log_prompts=parts.settings.log_prompts,
         )
@@ -414,9 +412,9 @@ def _add_people(router: APIRouter, parts: AdminParts, pages: Pages) -> dict[str,
         return pages.render(request, "me.html", status, me=mine, models=parts.settings.names, **form)
 
     async def render_sessions(request: Request, status: int = 200, **form: Any) -> Response:
-        listed, people = await teams.list_sessions(parts), (await teams.list_people(parts)).people
-        first = sorted(people, key=lambda one: (not one.is_disabled, -one.keys))[:_PEOPLE_SHOWN]
-        shown = {"sessions": listed.sessions, "people": first, "more": len(people) - len(first)}
+        listed, people = await teams.list_sessions(parts), (await teams.list_people(parts))["people"]
+        first = sorted(people, key=lambda one: (not one["is_disabled"], -one["keys"]))[:_PEOPLE_SHOWN]
+        shown = {"sessions": listed["sessions"], "people": first, "more": len(people) - len(first)}
         return pages.render(request, "sessions.html", status, **shown, **form)
 
     return {"me": render_me, "sessions": render_sessions}

@@ -5,6 +5,7 @@ A pure function of measurements. No HTTP.
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from urllib.parse import quote
 
 from gateway.admin.format import amount, in_units, window
 from gateway.admin.models import BudgetOut, DeploymentOut, Problem
@@ -87,15 +88,16 @@ def _of_deployments(deployments: Sequence[DeploymentOut], starting: Set[str]) ->
     for alias in dict.fromkeys(view.alias for view in deployments):
         views = [view for view in deployments if view.alias == alias]
         away = [view for view in views if view.is_available is False]
+        href = f"{_DEPLOYMENTS}?model={quote(alias, safe='')}"
         reasons = "; ".join(f"{view.name}: {view.reason}" for view in away)
         if len(away) == len(views):
             is_starting = any(view.name in starting for view in away)
             message = (
                 f"{alias} can't be answered yet: {reasons}" if is_starting else f"Nobody can answer {alias}: {reasons}"
             )
-            yield Problem(message, _DEPLOYMENTS, not is_starting)
+            yield Problem(message, href, not is_starting)
         elif away:
-            yield Problem(f"{alias} does without some of its deployments: {reasons}", _DEPLOYMENTS)
+            yield Problem(f"{alias} does without some of its deployments: {reasons}", href)
 
 
 def _of_budgets(budgets: Sequence[BudgetOut], team_names: Mapping[int, str]) -> Iterator[Problem]:

@@ -206,8 +206,8 @@ async def _ledger(parts: WorkerParts, where: LedgerRows) -> _Rows:
 
 async def _sums(sums: Annotated[models.LedgerSumsOut, Depends(views.ledger_sums)]) -> _Rows:
     async def rows() -> _Rows:
-        for one in sums.sums:
-            yield one.model_dump()
+        for one in sums["sums"]:
+            yield one
 
     return rows()
 
@@ -217,7 +217,7 @@ async def _savings(parts: WorkerParts, where: savings_views.Saved) -> _Rows:
 
 
 _SAVINGS = ("day", "team_id", "team", "line", "requests", "amount_microusd")
-_SUMS = tuple(models.LedgerSumOut.model_fields)
+_SUMS = tuple(models.SUM.split())
 
 
 async def _csv(rows: _Rows, columns: Sequence[str]) -> AsyncIterator[str]:

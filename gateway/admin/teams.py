@@ -5,21 +5,13 @@ The docstrings of operations are descriptions in the OpenAPI document. No HTML.
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
+
+from msgspec import structs
 
 from gateway.access.people import ADMIN_KEY
-from gateway.accounts import DoesNotExist, Invalid, Key, Team
+from gateway.accounts import DoesNotExist, Invalid, Key, Team, audit
 from gateway.accounts.accounts import ALL_PEOPLE
-from gateway.accounts.audit import (
-    KEY_CHANGED,
-    KEY_CREATED,
-    KEYS_KEPT,
-    PERSON_DISABLED,
-    PERSON_ENABLED,
-    SESSION_ENDED,
-    TEAM_CHANGED,
-    TEAM_CREATED,
-    TEAM_DELETED,
-)
 from gateway.accounts.ledger import Group, LedgerFilter
 from gateway.admin import budgets, models
 from gateway.admin.guard import Acting, Principal
@@ -39,7 +31,7 @@ async def create_team(parts: WorkerParts, body: models.NewTeamIn, operator: Acti
     fields = body.given()
     if body.budget is not None:
         fields["budget"] = budgets.fields_of(body.budget)
-    row = parts.audit_row(TEAM_CREATED, "", operator)
+    row = parts.audit_row(audit.TEAM_CREATED, "", operator)
     return await get_team(parts, (await parts.accounts.create_team(**fields, row=row)).id)
 
 
@@ -54,13 +46,13 @@ async def get_team(parts: WorkerParts, team_id: Id) -> models.TeamOut:
 
 async def update_team(parts: WorkerParts, team_id: Id, body: models.TeamPatch, operator: Acting) -> models.TeamOut:
     """Changes the fields that are sent. An inactive team's keys stop working."""
-    await parts.accounts.update_team(team_id, **body.given(), row=parts.audit_row(TEAM_CHANGED, "", operator))
+    await parts.accounts.update_team(team_id, **body.given(), row=parts.audit_row(audit.TEAM_CHANGED, "", operator))
     return await get_team(parts, team_id)
 
 
 async def delete_team(parts: WorkerParts, team_id: Id, operator: Acting) -> None:
     """Deletes a team with its keys and budgets; its ledger rows stay."""
-    await parts.accounts.delete_team(team_id, parts.audit_row(TEAM_DELETED, "", operator))
+    await parts.accounts.delete_team(team_id, parts.audit_row(audit.TEAM_DELETED, "", operator))
 
 
 async def teams(parts: WorkerParts, name: str = "", after: int = 0, limit: int | None = None) -> list[models.TeamOut]:
@@ -106,7 +98,7 @@ async def create_own_key(parts: WorkerParts, team_id: Id, body: models.KeyIn, op
 async def _create_key(
     parts: WorkerParts, team_id: int, body: models.KeyIn, operator: Principal, owner: str
 ) -> models.NewKeyOut:
-    fields, row = body.given(), parts.audit_row(KEY_CREATED, "", operator)
+    fields, row = body.given(), parts.audit_row(audit.KEY_CREATED, "", operator)
     fields |= {"owner": owner, "is_bound": not _leads(operator, team_id)}
     return await parts.accounts.create_key(team_id, fields.pop("name"), row=row, **fields)
 
@@ -117,18 +109,18 @@ def _leads(operator: Principal, team_id: int) -> bool:
 
 async def update_key(parts: WorkerParts, key_id: Id, body: models.KeyPatch, operator: Acting) -> models.KeyOut:
     """Changes the fields that are sent."""
-    return await parts.accounts.update_key(key_id, **body.given(), row=parts.audit_row(KEY_CHANGED, "", operator))
+    return await parts.accounts.update_key(key_id, **body.given(), row=parts.audit_row(audit.KEY_CHANGED, "", operator))
 
 
 async def rotate_key(parts: WorkerParts, key_id: Id, body: models.RotateIn, operator: Acting) -> models.NewKeyOut:
     """Gives a key another secret, shown in this answer alone; the one that it had works for `overlap_s` seconds more."""
-    row = parts.audit_row(KEY_CHANGED, "", operator)
+    row = parts.audit_row(audit.KEY_CHANGED, "", operator)
     return await parts.accounts.rotate_key(key_id, body.overlap_s, row=row)
 
 
 async def revoke_key(parts: WorkerParts, key_id: Id, operator: Acting) -> models.KeyOut:
     """The key stops working at once; its row stays for the ledger's sake."""
-    return await parts.accounts.revoke_key(key_id, parts.audit_row(KEY_CHANGED, "", operator))
+    return await parts.accounts.revoke_key(key_id, parts.audit_row(audit.KEY_CHANGED, "", operator))
 
 
 async def me(parts: WorkerParts, operator: Acting) -> models.MeOut:
@@ -143,7 +135,8 @@ async def me(parts: WorkerParts, operator: Acting) -> models.MeOut:
             if key.owner and key.owner == operator.actor:
                 total = sums.get(key.id)
                 cost, requests = (total.cost_microusd, total.requests) if total is not None else (0, 0)
-                keys.append(models.OwnKeyOut.of(key, team=teams[team_id], cost_microusd=cost, requests=requests))
+                spent = {"team": teams[team_id], "cost_microusd": cost, "requests": requests}
+                keys.append({**asdict(key), **spent})
     roles = {role.value: sorted(teams[id] for id in ids if id in of) for role, of in operator.roles.items()}
     return models.MeOut(actor=operator.actor, roles=roles, teams={id: teams[id] for id in ids}, keys=keys,
                         keys_stop_at_s=parts.accounts.persons.keys_stop_at_s(operator.actor))  # fmt: skip
@@ -156,7 +149,7 @@ async def keep_keys(parts: WorkerParts, operator: Acting) -> None:
     """Gives the caller's own keys back, which stopped as the caller had not signed in for long."""
     if operator.actor not in parts.accounts.persons.listed:
         raise DoesNotExist("only a person who signs in has keys that stop")
-    await parts.accounts.let_in(operator.actor, row=parts.audit_row(KEYS_KEPT, operator.actor, operator))
+    await parts.accounts.let_in(operator.actor, row=parts.audit_row(audit.KEYS_KEPT, operator.actor, operator))
 
 
 # -- people and their sessions
@@ -164,21 +157,18 @@ async def keep_keys(parts: WorkerParts, operator: Acting) -> None:
 
 async def list_people(parts: WorkerParts) -> models.PeopleOut:
     """Who has signed in or sent a token, and whose keys work until when."""
-    keys, persons = (
-        Counter(key.owner for key in await parts.accounts.list_keys() if key.is_active),
-        parts.accounts.persons,
-    )
-    return models.PeopleOut(
-        people=[
-            models.PersonOut.of(
-                person,
-                keys=keys[name],
-                keys_stop_at_s=persons.keys_stop_at_s(name),
-                is_disabled=persons.is_disabled(name),
-            )
-            for name, person in sorted(persons.listed.items())
-        ]
-    )
+    keys = Counter(key.owner for key in await parts.accounts.list_keys() if key.is_active)
+    persons = parts.accounts.persons
+    people = [
+        {
+            **structs.asdict(person),
+            "keys": keys[name],
+            "keys_stop_at_s": persons.keys_stop_at_s(name),
+            "is_disabled": persons.is_disabled(name),
+        }
+        for name, person in sorted(persons.listed.items())
+    ]
+    return {"people": people}
 
 
 async def disable_person(parts: WorkerParts, body: models.PersonIn, operator: Acting) -> None:
@@ -187,7 +177,7 @@ async def disable_person(parts: WorkerParts, body: models.PersonIn, operator: Ac
         raise Invalid("name", "expected another person than yourself, and no key")
     if body.name != value_of(body.name):
         raise Invalid("name", "expected a name in Unicode's form NFKC, as the provider's names are")
-    await parts.accounts.disable(body.name, row=parts.audit_row(PERSON_DISABLED, body.name, operator))
+    await parts.accounts.disable(body.name, row=parts.audit_row(audit.PERSON_DISABLED, body.name, operator))
     marks = [parts.guard.mark(kind) for kind in ("sign-in", "agent")]
     for actor in {one.actor for one in await parts.guard.sessions.open_ones(marks)}:
         if actor.casefold() == body.name.casefold():
@@ -198,20 +188,19 @@ async def enable_person(parts: WorkerParts, body: models.PersonIn, operator: Act
     """Lets a person in again, whose keys work from now on as after a sign-in."""
     if body.name not in parts.accounts.persons.listed:
         raise DoesNotExist(f"there is no person {body.name!r}")
-    await parts.accounts.let_in(body.name, row=parts.audit_row(PERSON_ENABLED, body.name, operator))
+    await parts.accounts.let_in(body.name, row=parts.audit_row(audit.PERSON_ENABLED, body.name, operator))
 
 
 async def list_sessions(parts: WorkerParts) -> models.SessionsOut:
     """Who is signed in at the dashboard, the latest first."""
-    sessions = await parts.guard.sessions.open_ones(parts.guard.all_marks)
-    return models.SessionsOut(sessions=[models.SessionOut.of(session, id=session.id) for session in sessions])
+    return {"sessions": await parts.guard.sessions.open_ones(parts.guard.all_marks)}
 
 
 async def end_session(parts: WorkerParts, session_id: models.SessionId, operator: Acting) -> None:
     """Ends a session: its cookie opens nothing any more. It is in the audit log."""
     for session in await parts.guard.sessions.open_ones(parts.guard.all_marks):
         if session.id == session_id:
-            await parts.audit.add(parts.audit_row(SESSION_ENDED, f"{session.actor}, {session.client}", operator))
+            await parts.audit.add(parts.audit_row(audit.SESSION_ENDED, f"{session.actor}, {session.client}", operator))
             await parts.guard.sessions.end_all(parts.guard.all_marks, digest=session.digest)
             return
     raise DoesNotExist(f"there is no session {session_id}")

@@ -28,14 +28,14 @@ async def cache_verifier(parts: WorkerParts, operator: Acting) -> models.Verifie
     page = await parts.stats.routes(_is_example, limit=_EXAMPLES)
     is_shown = bool(page.records) and parts.settings.log_prompts and await parts.shows_texts(operator, "verifier")
     return models.VerifierOut(
-        models=[row for row in rows if row.asked_requests or row.would_hits or _is_verified(parts, row)],
+        models=[row for row in rows if row.questions or row.would_hits or _is_verified(parts, row)],
         examples=[await _example(parts, record, is_shown=is_shown) for record in page.records],
     )
 
 
 def _is_verified(parts: WorkerParts, row: models.VerifierModelOut) -> bool:
-    """Whether a model of the configuration has a verifier; a refused request may have named any other."""
-    return row.model in parts.settings.models and row.verify != "off"
+    """Whether a verifier was asked, or a model of the configuration has one; a refused request may have named any other."""
+    return row.asked_requests > 0 or (row.model in parts.settings.models and row.verify != "off")
 
 
 def _row(parts: WorkerParts, alias: str, chosen: Assigned | None, summary: Summary) -> models.VerifierModelOut:

@@ -6,8 +6,8 @@ where they are the whole answer, the function raises.
 """
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -15,7 +15,6 @@ from pydantic import Field
 from redis.exceptions import RedisError
 
 from gateway import accounts
-from gateway.accounts import Team
 from gateway.accounts.ledger import Group, flat_row
 from gateway.accounts.rollups import OTHER
 from gateway.admin import budgets, models
@@ -44,7 +43,7 @@ from gateway.deployments.verifiers import assigned
 from gateway.journey.record import FIELDS, Record, flat, stages_of
 from gateway.telemetry.buckets import KINDS, kind_of
 from gateway.telemetry.stats import Page
-from gateway.telemetry.summary import RequestTally, StatsWindow, Summary
+from gateway.telemetry.summary import RequestTally, StatsWindow
 from gateway.wire.plain import OUTPUT_TOKENS_MAX
 from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED
 from policies import Demand
@@ -74,8 +73,7 @@ async def stats(
 ) -> models.StatsOut:
     """Hit rate by kind, tokens, money and time saved, latency: in total, by team, model and surface, and over time."""
     summary = await parts.stats.query(window, team_id=team, model=model)
-    teams = await parts.accounts.list_teams()
-    names = {0: ""} | {team.id: team.name for team in teams}
+    names = {0: ""} | {team.id: team.name for team in await parts.accounts.list_teams()}
     return models.StatsOut.of(
         summary,
         total=_tally(models.TallyOut, summary.total),
@@ -89,7 +87,6 @@ async def stats(
             models.DeploymentTallyOut.of(tally, deployment=name)
             for name, tally in sorted(summary.by_deployment.items())
         ],
-        judging=_judging(summary, teams),
     )
 
 
@@ -100,22 +97,6 @@ def _ranked(tallies: Mapping[_Key, RequestTally]) -> list[tuple[_Key, RequestTal
 
 def _tally(kind: type[_Tally], tally: RequestTally, **labels: int | str) -> _Tally:
     return kind.of(tally, by_kind={name: tally.by_kind.get(name, 0) for name in KINDS}, **labels)
-
-
-def _judging(summary: Summary, teams: Sequence[Team]) -> list[models.JudgingOut]:
-    """What judging cost each team that it was done for."""
-    costs = []
-    for team in teams:
-        samples = [sample for (team_id, _), sample in summary.samples.items() if team_id == team.id]
-        cost = models.JudgingOut(
-            team_id=team.id,
-            team=team.name,
-            questions=sum(sample.questions for sample in samples),
-            cost_microusd=sum(sample.judging_microusd for sample in samples),
-            saved_microusd=summary.by_team[team.id].avoided_microusd if team.id in summary.by_team else 0,
-        )
-        costs += [cost] if cost.questions else []
-    return sorted(costs, key=lambda cost: -cost.questions)
 
 
 async def or_none(reading: Awaitable[_T]) -> _T | None:
@@ -222,7 +203,7 @@ async def ledger_sums(
         for key in [None if total.key_id is None else keys.get(total.key_id)]
         for team_id in [key.team_id if key is not None else total.team_id]
     ]
-    return models.LedgerSumsOut.model_validate({"sums": sums, "has_more": len(totals) > limit})
+    return {"sums": sums, "has_more": len(totals) > limit}
 
 
 async def ledger_rows(parts: WorkerParts, where: LedgerRows) -> AsyncIterator[dict[str, Any]]:
@@ -239,13 +220,8 @@ async def ledger_rows(parts: WorkerParts, where: LedgerRows) -> AsyncIterator[di
 # -- what filters offer
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """The names that a filter offers, each with its label; those that are no longer configured are last."""
-
-    teams: dict[int, str]
-    models: dict[str, str]
-    deployments: dict[str, str]
+Choices = Mapping[str, Mapping[Any, str]]
+"""The `teams`, `models` and `deployments` that a filter offers, each with its label; those that are no longer configured are last."""
 
 
 async def _choices(
@@ -260,11 +236,11 @@ async def _choices(
     """
     current = {team.id: team.name for team in await parts.accounts.list_teams() if among is None or team.id in among}
     gone = {id: f"{name or f'team {id}'} (deleted)" for id, name in sorted(teams.items()) if id not in current}
-    return Choices(
-        teams=current | {id: label for id, label in gone.items() if id},
-        models=_with_retired(parts.settings.names, aliases),
-        deployments=_with_retired([deployment.name for deployment in parts.deployments()], deployments),
-    )
+    return {
+        "teams": current | {id: label for id, label in gone.items() if id},
+        "models": _with_retired(parts.settings.names, aliases),
+        "deployments": _with_retired([deployment.name for deployment in parts.deployments()], deployments),
+    }
 
 
 def _with_retired(current: Iterable[str], seen: Iterable[str]) -> dict[str, str]:
@@ -301,14 +277,15 @@ async def route_choices(parts: WorkerParts, among: Collection[int] | None = None
 
 async def batches(parts: WorkerParts, cursor: Label = "", limit: Limit = 100) -> models.BatchesOut:
     """The batches of all teams with their progress, newest first."""
-    page, teams = await parts.batches.page(None, cursor, limit), await parts.accounts.list_teams()
-    rows = [batch_out(batch, teams) for batch in page[:limit]]
-    return {"batches": rows, "cursor": rows[-1].id if len(page) > limit else None}
+    page = await parts.batches.page(None, cursor, limit)
+    rows = await batch_rows(parts, page[:limit])
+    return {"batches": rows, "cursor": rows[-1]["id"] if len(page) > limit else None}
 
 
-def batch_out(batch: Batch, teams: Sequence[Team]) -> models.BatchOut:
-    """A batch, with the name of its team."""
-    return models.BatchOut.of(batch, team=next((team.name for team in teams if team.id == batch.team_id), ""))
+async def batch_rows(parts: WorkerParts, shown: Iterable[Batch]) -> list[Any]:
+    """Batches, each with the name of its team."""
+    teams = {team.id: team.name for team in await parts.accounts.list_teams()}
+    return [{**msgspec.structs.asdict(batch), "team": teams.get(batch.team_id, "")} for batch in shown]
 
 
 async def hosts(parts: WorkerParts) -> models.HostsOut:

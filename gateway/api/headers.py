@@ -77,14 +77,14 @@ def answer_headers(reply: Reply) -> Headers:
         if holds.limit_headers and reply.is_leading:
             limit_headers = limit_headers | holds.limit_headers  # the tokens' limits, too
     if entry is not None:
-        if (similarity := reply.similarity) is not None:
-            headers.append((b"x-sameway-similarity", f"{similarity:.4f}".encode()))
-            if reply.is_verified:
+        if (hit := reply.semantic_hit) is not None and hit.similarity is not None:
+            headers.append((b"x-sameway-similarity", f"{hit.similarity:.4f}".encode()))
+            if hit.verified_by:
                 headers.append((b"x-sameway-verified", b"true"))
         if reply.kept:
             headers.append((b"x-sameway-kept", reply.kept.encode()))
         headers.append((b"age", str(int(entry.age_s(time.time()))).encode()))
-        asking = reply.asking if reply.is_leading else None
+        asking = hit.asking if hit is not None and reply.is_leading else None
         cost = asking.cost_microusd if asking is not None else 0
         headers.append((b"x-sameway-cost-usd", dollars(cost).encode() if cost else b"0"))
         if (baseline := entry.labels.get("baseline_microusd")) is not None:

@@ -84,8 +84,9 @@ class Slots:
         return self._wake is not None and self.is_full and not self.is_refused
 
     async def ask(self) -> None:
-        """Ask for more, and wait for what comes of it."""
-        assert self._wake is not None
+        """Where it is short, ask for more, and wait for what comes of it."""
+        if self._wake is None or not self.is_short:
+            return
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asking.append(answered)
         self._wake()

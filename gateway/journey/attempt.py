@@ -23,7 +23,7 @@ from gateway.journey.needs import identity_headers
 from gateway.journey.outcomes import Try
 from gateway.journey.queue import warm_at
 from gateway.journey.semantic import draft_of
-from gateway.journey.trace import Headers, span_of
+from gateway.journey.trace import TraceHeaders, span_of
 from gateway.journey.turn import Turn
 from gateway.loggers import get_logger
 from gateway.reserved import with_calls_bound
@@ -140,7 +140,7 @@ def _request_to(
     if dialect is None:
         dialect = deployment.spoken() if deployment.lessons.witnesses else deployment.dialect
     body = with_length(body, dialect, kind, tokens)
-    trace: Headers = ()
+    trace: TraceHeaders = ()
     if deployment.settings.is_traced and turn.arrival.trace is not None:
         trace = turn.arrival.trace.sent_from(span_id)
     if sources := deployment.settings.identity_headers:

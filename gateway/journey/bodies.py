@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mappin
 from typing import Any
 
 from gateway.accounts import Identity
-from gateway.journey.rate_limits import Headers, Limits
+from gateway.journey.rate_limits import LimitHeaders, Limits
 from gateway.transport.eager import Eager
 from gateway.wire.errors import BadRequest, BodyTooSlow, RateLimited, TooLarge, UnsupportedMediaType
 
@@ -80,7 +80,7 @@ class Body:
         self._task: asyncio.Task[Any] | None = None  # that waits for bytes; None once it is late
         self._held = 0  # bytes of it, while it is unfinished
         self.is_counted = identity is None
-        self.taken: Eager[Headers] | None = None
+        self.taken: Eager[LimitHeaders] | None = None
 
     def expire(self) -> None:
         """End the wait for bytes."""
@@ -150,7 +150,7 @@ class Body:
                 retry_after_s=1.0,
             )
 
-    async def _count(self) -> Eager[Headers]:
+    async def _count(self) -> Eager[LimitHeaders]:
         """Count the request. Raises RateLimited."""
         assert self._bodies.limits is not None
         assert self._identity is not None

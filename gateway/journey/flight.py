@@ -16,7 +16,7 @@ from cache import Entry
 from gateway.deployments.alias import Alias
 from gateway.journey.generation import Generation
 from gateway.journey.masks import MaskedReader
-from gateway.journey.outcomes import Asking, Looked
+from gateway.journey.outcomes import Looked, SemanticResult
 from gateway.journey.shared_stream import Reader, SharedStream
 from gateway.journey.storing import chunks_of, kept
 from gateway.journey.turn import Ended, Turn
@@ -177,22 +177,10 @@ class Reply(msgspec.Struct, frozen=True):
         return reader.media if reader is not None else ""
 
     @property
-    def similarity(self) -> float | None:
-        """Of a semantic hit that is replayed, None of any other reply."""
+    def semantic_hit(self) -> SemanticResult | None:
+        """The semantic hit that is replayed, None of any other reply."""
         semantic = (self.looked if self.flight is None else self.flight.generation.looked).semantic
-        return semantic.similarity if semantic.entry is not None else None
-
-    @property
-    def asking(self) -> Asking | None:
-        """The question on which its semantic hit was served, None of any other reply."""
-        semantic = (self.looked if self.flight is None else self.flight.generation.looked).semantic
-        return semantic.asking if semantic.entry is not None else None
-
-    @property
-    def is_verified(self) -> bool:
-        """Whether a semantic hit is served on a verifier's word, now or before."""
-        semantic = (self.looked if self.flight is None else self.flight.generation.looked).semantic
-        return semantic.entry is not None and bool(semantic.verified_by)
+        return semantic if semantic.entry is not None else None
 
     @property
     def begun_ms(self) -> float | None:

@@ -78,6 +78,7 @@ class Race:
         if not answered.serving.hedges.take(expected, answered.serving.settings.hedge_cost_max):
             return
         self._expected_microusd, call = expected, None
+        await second.slots.ask()
         if await generation.holds.cover(answered, second) and self._is_open(first):
             call = await begin(self._flight, second, answered.why, is_alone=False)
         if call is None:

@@ -1,9 +1,9 @@
 """The outcomes of the stages of one generation. Each but `Holds` is frozen, and its stage sets it whole.
 
     Looked      4, 5, 6    what the cache said, with a verifier's question before an answer found by
-                           meaning is served. An input guard's word belongs here
+                           meaning is served
     Holds       7          `holds.py`: tokens and money, which 9 adds to and 10 settles
-    Answered    8, 9       what was tried, and what answered. An output guard's word belongs here
+    Answered    8, 9       what was tried, and what answered
     Stored      10         the cost, and what the cache kept
 
 They contain no services and never await. Invariant: a frozen outcome never changes; a later one

@@ -24,7 +24,7 @@ _IDENTITIES_MAX = 10_000
 _SHOWN_FOR_S = 0.05
 
 
-Headers = dict[bytes, bytes]
+LimitHeaders = dict[bytes, bytes]
 
 
 class _Known(msgspec.Struct):
@@ -32,7 +32,7 @@ class _Known(msgspec.Struct):
 
     identity: Identity
     limited: Limited
-    shown: dict[tuple[bool, bool], Eager[Headers]] = {}
+    shown: dict[tuple[bool, bool], Eager[LimitHeaders]] = {}
     shown_at_s: float = 0.0
 
 
@@ -51,15 +51,15 @@ class Limits:
         self._clock = clock
         self._known: dict[tuple[int, str], _Known] = {}
 
-    def take(self, identity: Identity) -> Eager[Headers]:
+    def take(self, identity: Identity) -> Eager[LimitHeaders]:
         """3. Take one request. Raises RateLimited."""
         return self._take(identity, 1, 0)
 
-    def take_tokens(self, tokens: int, identity: Identity) -> Eager[Headers]:
+    def take_tokens(self, tokens: int, identity: Identity) -> Eager[LimitHeaders]:
         """7. Take the tokens that a generation is expected to need. Raises RateLimited."""
         return self._take(identity, None, tokens)
 
-    def take_requests(self, identity: Identity) -> Eager[Headers]:
+    def take_requests(self, identity: Identity) -> Eager[LimitHeaders]:
         """Take one request without a generation: its tokens are not limited. Raises RateLimited."""
         return self._take(identity, 1, None)
 
@@ -94,7 +94,7 @@ class Limits:
             known = self._known[of] = _Known(identity, limited)
         return known
 
-    def _take(self, identity: Identity, requests: int | None, tokens: int | None) -> Eager[Headers]:
+    def _take(self, identity: Identity, requests: int | None, tokens: int | None) -> Eager[LimitHeaders]:
         """Take from this worker's lease without waiting, or from Redis if that does not suffice."""
         known = self._of(identity)
         if not known.limited.leases:
@@ -103,7 +103,7 @@ class Limits:
             return self._shown(known, requests, tokens)
         return Eager(self._ask(known, requests, tokens))
 
-    async def _ask(self, known: _Known, requests: int | None, tokens: int | None) -> Headers:
+    async def _ask(self, known: _Known, requests: int | None, tokens: int | None) -> LimitHeaders:
         try:
             verdict = await self._shared.take(known.limited, requests, tokens)
         except RedisError:
@@ -113,7 +113,7 @@ class Limits:
             return headers
         raise _refusal(verdict, headers)
 
-    def _shown(self, known: _Known, requests: int | None, tokens: int | None) -> Eager[Headers]:
+    def _shown(self, known: _Known, requests: int | None, tokens: int | None) -> Eager[LimitHeaders]:
         """The headers, made once in 50 ms: the worker's copy of Redis's counts is up to 1 s old."""
         now_s = self._clock()
         if now_s - known.shown_at_s > _SHOWN_FOR_S:
@@ -125,7 +125,7 @@ class Limits:
         return headers
 
 
-def _refusal(verdict: LimitDecision, headers: Headers) -> RateLimited:
+def _refusal(verdict: LimitDecision, headers: LimitHeaders) -> RateLimited:
     refused = verdict.refused_by
     assert refused is not None
     whose, unit = refused.subject.partition(":")[0], refused.unit
@@ -167,16 +167,16 @@ def _limits_of(identity: Identity, requests: int | None, tokens: int | None) -> 
     ]
 
 
-_UNLIMITED = Eager.done(Headers())
+_UNLIMITED = Eager.done(LimitHeaders())
 _HEADERS = {
     unit: tuple(f"x-ratelimit-{what}-{unit}".encode() for what in ("limit", "remaining", "reset"))
     for unit in ("requests", "tokens")
 }
 
 
-def _headers(verdict: LimitDecision) -> Headers:
+def _headers(verdict: LimitDecision) -> LimitHeaders:
     """`x-ratelimit-*` for the tightest limit of each unit, as the OpenAI API writes them."""
-    headers: Headers = {}
+    headers: LimitHeaders = {}
     for unit, (limit, remaining, reset) in _HEADERS.items():
         state = verdict.tightest(unit)
         if state is not None:

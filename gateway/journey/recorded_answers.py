@@ -23,7 +23,7 @@ from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
 from gateway.journey.outcomes import Looked, SemanticResult, Spent, Stored
 from gateway.journey.queue import ranking
-from gateway.journey.rate_limits import Headers, Limits
+from gateway.journey.rate_limits import LimitHeaders, Limits
 from gateway.journey.semantic import SemanticLookup
 from gateway.journey.storing import MAKER, lifetime, recorded
 from gateway.journey.trace import maker_of
@@ -53,7 +53,7 @@ class RecordedAnswers:
         self._limits = limits
 
     async def look(
-        self, turn: Turn, identity: Identity, alias: Alias, fingerprint: Fingerprint, taken: Eager[Headers] | None
+        self, turn: Turn, identity: Identity, alias: Alias, fingerprint: Fingerprint, taken: Eager[LimitHeaders] | None
     ) -> Looked:
         """3 and 4, in one round trip: limits, exact entry, deployment that saw this prefix last.
 
@@ -155,6 +155,8 @@ class RecordedAnswers:
         if refusal is not None:
             return Stored(spent, None, refusal.value)
         entry = _entry_of(flight, spent, ttl_s, stale_s, is_findable=is_findable)
+        if self._exact.is_purged(entry, generation.turn.arrival.at_s):
+            return Stored(spent, None, Refusal.PURGED.value)
         self._exact.store_local(entry)
         return Stored(spent, entry, "stored")
 
@@ -178,7 +180,8 @@ class RecordedAnswers:
         try:
             if entry is not None:
                 words = looked.words_key if entry.text is not None else None
-                result = await self._exact.store(entry, warm=deployment, chain=fingerprint.chain, words_key=words)
+                asked_at = generation.turn.arrival.at_s
+                result = await self._exact.store(entry, deployment, fingerprint.chain, words, asked_at)
                 if result.refusal is not None:
                     generation.stored = replace(stored, outcome=result.refusal.value)
                 is_claimed = is_claimed and result.refusal is not None

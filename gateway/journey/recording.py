@@ -20,13 +20,14 @@ from gateway.journey.needs import booked_labels
 from gateway.journey.outcomes import Hedged, MoneyFacts, Rejection, SemanticResult
 from gateway.journey.record import AnswerFacts, CacheFacts, Record, RequestFacts, Times, VerifierFacts
 from gateway.journey.storing import MAKER, chunks_of, deployment_of, kept
-from gateway.journey.trace import maker_of
+from gateway.journey.trace import Trace, maker_of
 from gateway.journey.turn import Arrival, Ended, Turn
 from gateway.wire.errors import ApiError, BadRequest, shown
 from gateway.wire.texts import texts_in
 from gateway.wire.types import Chunk
 from policies import Usage
 
+_UNTRACED = Trace()
 _GONE = "client_gone"  # the code of a generation that was cancelled because its last reader left
 
 
@@ -58,6 +59,11 @@ def record_of(
     the name that was asked for, recorded where it is another. `flight` is for a request that led one; `reply` is for any
     other request that got a reply. `source` is for requests without a generation.
     """
+    looked = flight.generation.looked if flight is not None else reply.looked if reply is not None else None
+    vault = turn.vault if turn is not None else None
+    changed, unknown = odd_placeholders(vault, _chunks_of(flight, reply)) if vault is not None else (0, 0)
+    labels: dict[str, Any] = booked_labels(turn, identity) if turn is not None and identity is not None else {}
+    trace = arrival.trace or _UNTRACED
     request = RequestFacts(
         id=arrival.request_id,
         at_s=arrival.at_s,
@@ -70,23 +76,16 @@ def record_of(
         alias=alias,
         model=shown(model) if model != alias else "",
         is_stream=turn is not None and turn.is_stream,
+        loop=ended.error if ended.error in LOOPS else looked.loop if looked is not None else "",
+        masked=len(vault) if vault is not None else 0,
+        changed=changed,
+        unknown=unknown,
+        trace_id=trace.id,
+        span_id=trace.span_id,
+        parent_span_id=trace.parent_id,
+        trace_flags=int(trace.is_sampled),
+        **labels,
     )
-    looked = flight.generation.looked if flight is not None else reply.looked if reply is not None else None
-    if loop := ended.error if ended.error in LOOPS else looked.loop if looked is not None else "":
-        request = replace(request, loop=loop)
-    if turn is not None and (vault := turn.vault) is not None:
-        changed, unknown = odd_placeholders(vault, _chunks_of(flight, reply))
-        request = replace(request, masked=len(vault), changed=changed, unknown=unknown)
-    if turn is not None and identity is not None and (labels := booked_labels(turn, identity)):
-        request = replace(request, **labels)
-    if (trace := arrival.trace) is not None:
-        request = replace(
-            request,
-            trace_id=trace.id,
-            span_id=trace.span_id,
-            parent_span_id=trace.parent_id,
-            trace_flags=int(trace.is_sampled),
-        )
     if flight is not None:
         record = Record(request, ended, *_of_flight(flight, duration_ms))
     elif reply is not None:

@@ -55,8 +55,7 @@ class Rescue:
             deployment = generation.answered.serving.deployments[best.name]
             is_covered = await generation.holds.cover(generation.answered, deployment)
             if is_covered and deployment.slots.is_full:  # since the route was made
-                if deployment.slots.is_short:
-                    await deployment.slots.ask()
+                await deployment.slots.ask()
                 continue
             call = None
             if is_covered:

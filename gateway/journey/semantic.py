@@ -161,18 +161,18 @@ class SemanticLookup:
         if not isinstance(result, Hit):
             return self._missed(result, fingerprint, bound)
         is_served = verification.is_served
-        pointed = await self._exact.lookup_entry(fingerprint, result.exact, controls.max_age_s, is_served=is_served)
-        if pointed.entry is None:  # the answer is gone: no sample of misses
-            reason = pointed.miss.value if pointed.miss else "gone"
+        stored = await self._exact.lookup_entry(fingerprint, result.exact, controls.max_age_s, is_served=is_served)
+        if stored.entry is None:  # the answer is gone: no sample of misses
+            reason = stored.miss.value if stored.miss else "gone"
             return SemanticResult(similarity=result.similarity, miss_reason=reason)
-        if result.differing and shows(pointed.entry, fingerprint, result.differing):
+        if result.differing and shows(stored.entry, fingerprint, result.differing):
             return SemanticResult(similarity=result.similarity, miss_reason=MissReason.DOCUMENTS.value)
-        question = (fingerprint.text or "") if self._settings.log_prompts else ""
+        question = self.shown(fingerprint)
         if not is_served:
-            near, would = result.similarity, pointed.entry
+            near, would = result.similarity, stored.entry
             return SemanticResult(similarity=near, miss_reason=OBSERVED, question=question, would=would)
         self.errors.charge(fingerprint.compat, 1.0 - result.trial.p if result.trial is not None else 0.0)
-        return SemanticResult(pointed.entry, result.similarity, bound.error_max, question=question, trial=result.trial)
+        return SemanticResult(stored.entry, result.similarity, bound.error_max, question=question, trial=result.trial)
 
     def _pay(self, fingerprint: Fingerprint, error_max: float) -> None:
         if self.errors.pay(fingerprint.compat, error_max):
@@ -219,7 +219,7 @@ class SemanticLookup:
         bound = self._bounds.bound(team, alias.name, controls.error_max)
         verifier = ""
         if verified is None:
-            similarity, trial = 1.0, Trial((entry.exact,), b"", _WORDS_P, 1.0, b"")
+            similarity, trial = 1.0, Trial((entry.exact,), p=_WORDS_P)
         else:
             similarity, trial, verifier = verified.similarity, verified.trial, verified.verifier
             is_old = not verifier and self.clock() - verified.at > _VERIFIED_S
@@ -229,10 +229,14 @@ class SemanticLookup:
             if is_old or not has_room or bound.error_max < verified.error_max:
                 return None
         self._pay(fingerprint, bound.error_max)
-        question = fingerprint.text if self._settings.log_prompts and fingerprint.text is not None else ""
         self.errors.charge(fingerprint.compat, trial.risk)
         self._exact.use(entry)
+        question = self.shown(fingerprint)
         return SemanticResult(entry=entry, similarity=similarity, question=question, trial=trial, verified_by=verifier)
+
+    def shown(self, fingerprint: Fingerprint) -> str:
+        """The request's own text; empty unless prompts may be logged."""
+        return (fingerprint.text or "") if self._settings.log_prompts else ""
 
     async def point(self, fingerprint: Fingerprint, key: bytes, result: SemanticResult) -> None:
         """Point this prompt's words to the entry that the cache worker chose; that ends the claim. What a

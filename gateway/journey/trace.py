@@ -26,7 +26,7 @@ _HEADERS = frozenset({"traceparent", "tracestate", "baggage"})
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _WHOLE = 1 << 64
 
-Headers = tuple[tuple[str, str], ...]
+TraceHeaders = tuple[tuple[str, str], ...]
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -36,9 +36,9 @@ class Trace(msgspec.Struct, frozen=True):
     span_id: str = ""  # 16 digits: the gateway's span of the request; empty where it makes none
     parent_id: str = ""  # the client's span
     is_sampled: bool = False  # by the client, or without one by this gateway
-    headers: Headers = ()  # as the client sent them
+    headers: TraceHeaders = ()  # as the client sent them
 
-    def sent_from(self, span_id: str) -> Headers:
+    def sent_from(self, span_id: str) -> TraceHeaders:
         """The headers of a call whose span is `span_id`."""
         if not self.span_id:
             return self.headers

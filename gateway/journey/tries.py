@@ -166,8 +166,7 @@ class Tries:
                 self._done_with |= {best.name}
                 tried |= {best.name}
             if not is_covered or deployment.slots.is_full:  # since the route was made
-                if deployment.slots.is_short:
-                    await deployment.slots.ask()
+                await deployment.slots.ask()
                 route = await routed(self._flight, tried)
                 continue
             is_alone, waited_s = len(route.ranked) == 1, 0.0

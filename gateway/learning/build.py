@@ -1,14 +1,15 @@
 """The parts that make the semantic cache learn, put together: who judges, who is heard, what is
 measured and what follows.
 
-Knows how they fit and nothing of what they do. Invariant: a worker without any of it would serve
-the same answers, and never better.
+Knows how they fit and nothing of what they do. Invariant: a worker without any of it serves
+from the exact cache, and by meaning what is certain; it never serves more.
 """
 
 import contextlib
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import Self
 
 from redis.exceptions import RedisError
 
@@ -39,24 +40,60 @@ from gateway.telemetry.stats import Stats
 _log = get_logger()
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Learning:
-    """The learning parts of a worker. `is_learning` where the cache is not exact only."""
+    """The learning parts of a worker. The gateway's own requests are refused until `connect`."""
 
-    verdicts: VerdictStore
-    judging: Judging
-    checks: Checks
-    reports: Reports
-    truth: MeasuredErrors
-    certificates: Certificates
-    is_learning: bool
-    verifiers: Verifiers
-    _requests: InternalRequests
-    _spending: Spending
-    _stats: Stats
-    _metrics: Metrics
-    _accounts: Accounts
-    _semantic: SemanticClient
+    settings: Settings
+    accounts: Accounts
+    exact: ExactCache
+    semantic: SemanticClient
+    link: RedisLink
+    stats: Stats
+    _: KW_ONLY
+    metrics: Metrics
+    fleet: Fleet
+
+    def __post_init__(self) -> None:
+        cache, findings = self.settings.cache, Findings(self.stats, self.metrics)
+        self.verdicts = VerdictStore(self.link)
+        self.truth = MeasuredErrors(Bounds(self.settings), cache.judge_error_max)
+        self.certificates = Certificates(self.link, self.stats, self.truth.bounds, _judges(cache), time.time)
+        self._requests, self._spending = InternalRequests(), Spending(self.stats, cache.verify_share)
+        self.verifiers = Verifiers(
+            settings=self.settings,
+            fleet=self.fleet,
+            accounts=self.accounts,
+            exact=self.exact,
+            verdicts=self.verdicts,
+            requests=self._requests,
+            spending=self._spending,
+            note=self._note_question,
+            count=findings.count,
+        )
+        self.checks = Checks(cache.check_share, self._requests, random.random)
+        self.judging = Judging(
+            exact=self.exact,
+            verdicts=self.verdicts,
+            judges=OwnJudges(self.semantic),
+            fallback=self.verifiers,
+            reply_ttl_s=float(cache.feedback_ttl_s),
+            findings=findings,
+            checks=self.checks,
+            defer=self.link.defer,
+        )
+        self.reports = Reports(self.verdicts, self.exact, self.stats, findings.count)
+
+    def _note_question(self, payer: Team, alias: str, cost_microusd: int, outcome: str) -> None:
+        self.metrics.add(m.VERIFIER_QUESTIONS, 1, payer.name, alias, outcome)
+        self.metrics.add(m.VERIFIER_COST, cost_microusd / 1e6, payer.name, alias)
+        self.stats.add_question(payer.id, alias, cost_microusd)
+
+    async def opened(self) -> Self:
+        """Itself, once it has read the certificates, so that this worker counts for them."""
+        with contextlib.suppress(RedisError):  # without Redis nothing is served by meaning
+            await self.certificates.recall()
+        return self
 
     def connect(self, pipeline: Pipeline) -> None:
         """Send the gateway's own requests to `pipeline`: checks, and questions about its undecided lookups."""
@@ -65,8 +102,8 @@ class Learning:
 
     @property
     def learn(self) -> Learn | None:
-        """Takes each flight that is over."""
-        return self._recorded if self.is_learning else None
+        """Takes each flight that is over; None where the cache is exact only."""
+        return self._recorded if self.settings.cache.is_semantic else None
 
     def _recorded(self, flight: Flight, record: Record) -> None:
         self.judging.recorded(flight, record)
@@ -95,9 +132,9 @@ class Learning:
         """
         if self.verifiers.is_named:
             await self._spending.read()
-        teams, status = await self._accounts.list_teams(), self._semantic.status
+        teams, status = await self.accounts.list_teams(), self.semantic.status
         certificates = await self.certificates.update(teams, status.embedder if status.rule else "", status.rule)
-        for live in self.truth.update(await self._stats.hours(), teams, certificates):
+        for live in self.truth.update(await self.stats.hours(), teams, certificates):
             facts = {"team": live.team, "model": live.alias, "error_max": live.error_max}
             if live.strictness < 1.0:
                 _log.warning("semantic_bound_tightened", **facts, error_low=live.measured.low, by=live.strictness)
@@ -108,84 +145,12 @@ class Learning:
             if not certificate.counts.is_empty:
                 labels, measured = (names[team_id], alias), self.truth.measure(certificate.counts)
                 if measured.estimate is not None:
-                    self._metrics.set(m.SEMANTIC_ERROR, measured.estimate, *labels)
-                self._metrics.set(m.SEMANTIC_ERROR_LOW, measured.low, *labels)
-                self._metrics.set(m.SEMANTIC_ERROR_HIGH, measured.high, *labels)
-                self._metrics.set(m.SEMANTIC_BOUND, certificate.start.basis.error_max, *labels)
+                    self.metrics.set(m.SEMANTIC_ERROR, measured.estimate, *labels)
+                self.metrics.set(m.SEMANTIC_ERROR_LOW, measured.low, *labels)
+                self.metrics.set(m.SEMANTIC_ERROR_HIGH, measured.high, *labels)
+                self.metrics.set(m.SEMANTIC_BOUND, certificate.start.basis.error_max, *labels)
                 strictness = self.truth.bounds.strictness.get((team_id, alias), 1.0)
-                self._metrics.set(m.SEMANTIC_STRICTNESS, strictness, *labels)
-
-
-async def open_learning(
-    settings: Settings,
-    accounts: Accounts,
-    exact: ExactCache,
-    semantic: SemanticClient,
-    link: RedisLink,
-    stats: Stats,
-    metrics: Metrics,
-    fleet: Fleet,
-) -> Learning:
-    """Open all parts that learn. The gateway's own requests are refused until `Learning.connect`."""
-    cache, verdicts = settings.cache, VerdictStore(link)
-    truth = MeasuredErrors(Bounds(settings), cache.judge_error_max)
-    spending = Spending(stats, cache.verify_share)
-    requests = InternalRequests()
-    findings = Findings(stats, metrics)
-
-    def note(payer: Team, alias: str, cost_microusd: int, outcome: str) -> None:
-        metrics.add(m.VERIFIER_QUESTIONS, 1, payer.name, alias, outcome)
-        metrics.add(m.VERIFIER_COST, cost_microusd / 1e6, payer.name, alias)
-        stats.add_question(payer.id, alias, cost_microusd)
-
-    verifiers = Verifiers(
-        settings=settings,
-        fleet=fleet,
-        accounts=accounts,
-        exact=exact,
-        verdicts=verdicts,
-        requests=requests,
-        spending=spending,
-        note=note,
-        count=findings.count,
-    )
-    checks = Checks(cache.check_share, requests, random.random)
-    judging = Judging(
-        exact=exact,
-        verdicts=verdicts,
-        judges=OwnJudges(semantic),
-        fallback=verifiers,
-        reply_ttl_s=float(cache.feedback_ttl_s),
-        findings=findings,
-        checks=checks,
-        defer=link.defer,
-    )
-    reports = Reports(verdicts, exact, stats, findings.count)
-    certificates = await _open_certificates(link, stats, truth.bounds, _judges(cache))
-    return Learning(
-        verdicts=verdicts,
-        judging=judging,
-        checks=checks,
-        reports=reports,
-        truth=truth,
-        certificates=certificates,
-        is_learning=cache.is_semantic,
-        verifiers=verifiers,
-        _requests=requests,
-        _spending=spending,
-        _stats=stats,
-        _metrics=metrics,
-        _accounts=accounts,
-        _semantic=semantic,
-    )
-
-
-async def _open_certificates(link: RedisLink, stats: Stats, bounds: Bounds, judges: str) -> Certificates:
-    """Read the certificates, so that this worker counts for them."""
-    certificates = Certificates(link, stats, bounds, judges, time.time)
-    with contextlib.suppress(RedisError):  # without Redis nothing is served by meaning
-        await certificates.recall()
-    return certificates
+                self.metrics.set(m.SEMANTIC_STRICTNESS, strictness, *labels)
 
 
 def _judges(cache: CacheSettings) -> str:

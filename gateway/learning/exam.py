@@ -20,7 +20,7 @@ _QUESTIONS = 12
 _WRONG_MAX = 0.2
 _RULED_MIN = 0.5
 _AGAIN = 0.02  # the share of further questions with an exam's question beside them
-_KEPT, _SPACES_MAX = 6, 1_000
+_KEPT, _NAMESPACES_MAX = 6, 1_000
 _SHORT = 3  # letters of a word that any two prompts may share
 _FALSE_YES, _FALSE_YES_WEIGHT = 0.03, 60  # the share of false yes before the first answer, and what it weighs
 _EXPECTED = 8.0  # wrong hits as expected, beside those of the checks: a few say little
@@ -90,12 +90,12 @@ class Exam:
         self.risked += risk
         self.wrong_hits += is_wrong
 
-    async def sit(self, verifier: Verifier, recent: "Recent", space: bytes, pair: QAPair) -> None:
+    async def sit(self, verifier: Verifier, recent: "Recent", namespace: bytes, pair: QAPair) -> None:
         """Ask what is due, about a prompt of this namespace with its own answer, and about other
         answers that the namespace had lately.
         """
-        others = recent.unrelated(space, pair)
-        recent.remember(space, pair)
+        others = recent.unrelated(namespace, pair)
+        recent.remember(namespace, pair)
         if self._is_running or (self.is_over and self._random() >= _AGAIN):
             return
         self._is_running = True
@@ -115,18 +115,18 @@ class Recent:
     def __init__(self) -> None:
         self._pairs: OrderedDict[bytes, deque[QAPair]] = OrderedDict()
 
-    def unrelated(self, space: bytes, pair: QAPair) -> list[QAPair]:
+    def unrelated(self, namespace: bytes, pair: QAPair) -> list[QAPair]:
         """The recent answers to prompts that share no word with that of `pair`."""
         words = _words(pair.prompt)
-        kept = self._pairs.get(space, ()) if words else ()
+        kept = self._pairs.get(namespace, ()) if words else ()
         return [other for other in kept if not words & _words(other.prompt)]
 
-    def remember(self, space: bytes, pair: QAPair) -> None:
-        kept = self._pairs.setdefault(space, deque(maxlen=_KEPT))
+    def remember(self, namespace: bytes, pair: QAPair) -> None:
+        kept = self._pairs.setdefault(namespace, deque(maxlen=_KEPT))
         if pair not in kept:
             kept.append(pair)
-        self._pairs.move_to_end(space)
-        if len(self._pairs) > _SPACES_MAX:
+        self._pairs.move_to_end(namespace)
+        if len(self._pairs) > _NAMESPACES_MAX:
             self._pairs.popitem(last=False)
 
 

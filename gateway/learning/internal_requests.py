@@ -4,7 +4,7 @@ the place of a stale answer.
 
 Each has its own hold on the team's budgets, and its cost is in the ledger and on the team's page
 like any other request's; where the money is spent there are none. The key's `models` do not bind
-questions: the operator chose whom the gateway asks. Knows no verifier. Invariant: nothing of them
+questions: the operator chose the verifier. Knows no verifier. Invariant: nothing of them
 is read from a cache; no question's answer is stored; over all workers, one request at a time makes
 a stale answer anew.
 """
@@ -24,7 +24,7 @@ from gateway.deployments.alias import Alias
 from gateway.journey.flight import Reply
 from gateway.journey.generation import Compared, Generation
 from gateway.journey.outcomes import Looked
-from gateway.journey.rate_limits import Headers
+from gateway.journey.rate_limits import LimitHeaders
 from gateway.journey.recorded_answers import may_be_awaited
 from gateway.journey.turn import Ended, Turn, arrive, read_turn
 from gateway.loggers import get_logger
@@ -36,7 +36,7 @@ from gateway.wire.fold import fold
 BUSY = 64
 """The generations under way from which on none begins that no request waits for."""
 _RENEWED_AGAIN_S = 10.0  # after an attempt, so that a deployment that is down is not asked by each request
-_UNCOUNTED: Eager[Headers] = Eager.done({})  # no request of a client, so none that its limits count
+_UNCOUNTED: Eager[LimitHeaders] = Eager.done({})  # no request of a client, so none that its limits count
 _log = get_logger()
 
 

@@ -13,7 +13,7 @@ from cache.worker import AnswerText
 class OwnJudges:
     """The judges that cost no money: equality, then those of the cache worker."""
 
-    names = "equality, agreement, prose"
+    names = "equality, prose"
 
     def __init__(self, semantic: SemanticClient) -> None:
         self._semantic = semantic

@@ -1,5 +1,5 @@
-"""The verifiers of this worker's requests: whom to ask about a stored answer, whether it pays, and
-what follows from its word.
+"""The verifiers of this worker's requests: which one is asked about a stored answer, whether it
+pays, and what follows from its word.
 
 A question is a request of the gateway's own at the expense of the asking team. With `verifier:
 auto` the cheapest deployment of the request's own alias that can chat is asked; where there is
@@ -22,12 +22,13 @@ import msgspec
 from msgspec.structs import replace
 from redis.exceptions import RedisError
 
-from cache import CacheUnavailable, Entry, ExactCache
+from cache import CacheUnavailable, Entry, ExactCache, Fingerprint
 from cache.entry import wording_id
 from cache.query import Asked, Undecided
 from cache.verdicts import AnswerRef, Judge, Judgement, QAPair, Ruling, Source, Verdict, VerdictStore
 from gateway.accounts import Identity, Team
 from gateway.accounts.accounts import Accounts
+from gateway.deployments.alias import Alias
 from gateway.deployments.fleet import Fleet
 from gateway.journey.flight import Flight
 from gateway.journey.generation import Generation
@@ -35,7 +36,6 @@ from gateway.journey.needs import booked_labels
 from gateway.journey.outcomes import Asking, SemanticResult
 from gateway.journey.queue import ranking
 from gateway.journey.record import Record
-from gateway.journey.semantic import SemanticLookup
 from gateway.journey.storing import answer_text, chunks_of, shows
 from gateway.learning.exam import Recent
 from gateway.learning.internal_requests import BUSY, InternalRequests
@@ -50,7 +50,7 @@ from gateway.learning.verifier import (
     Verifier,
     question_chars,
 )
-from gateway.learning.whom import Askable, Whom
+from gateway.learning.verifier_pool import Askable, VerifierPool
 from gateway.loggers import get_logger
 from gateway.pipeline import Pipeline
 from gateway.settings import AUTO, Settings
@@ -58,7 +58,6 @@ from gateway.wire.fold import fold
 from policies import Demand
 from policies.asking import (
     Calibration,
-    ErrorAccount,
     Expense,
     any_right,
     false_yes_again,
@@ -66,7 +65,7 @@ from policies.asking import (
     pays,
     risk_of,
 )
-from policies.verification import Verification, Verify
+from policies.verification import Verify
 
 _Labels = dict[str, str]
 _LABELS = ("user", "session", "tags")
@@ -81,12 +80,40 @@ NoteQuestion = Callable[[Team, str, int, str], None]
 CountVerdict = Callable[[Source, Ruling, str], None]
 
 
-class _Plan(msgspec.Struct, frozen=True, eq=False):
-    """A question that pays: whom to ask, and how long its request may wait."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Answer:
+    """A stored answer, and what a verifier is shown of it. `is_first`: the rule finds it the likeliest."""
+
+    candidate: Asked
+    entry: Entry
+    stored: StoredAnswer
+    is_first: bool
+
+    @property
+    def unread(self) -> Sequence[tuple[str, str]]:
+        """The differences of the contexts, where a verifier sees the answer's beginning alone."""
+        return self.candidate.differing if len(self.stored.answer) > ANSWER_CHARS_MAX else ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Question:
+    """A question that pays, about answers that are there. Its request waits for `within_ms`; None: for
+    none of it, as the verifier only observes.
+    """
 
     askable: Askable
-    within_ms: float
-    is_observed: bool
+    generation: Generation
+    semantic: SemanticResult
+    answers: list[_Answer]
+    within_ms: float | None
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return self.generation.looked.fingerprint
+
+    @property
+    def prompt(self) -> str:
+        return self.fingerprint.text or ""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -104,8 +131,7 @@ class Verifiers:
     count: CountVerdict
 
     def __post_init__(self) -> None:
-        self._lookup: SemanticLookup | None = None  # of the pipeline, once it is connected
-        self.whom = Whom(self.fleet, random.random)
+        self.pool = VerifierPool(self.fleet, random.random)
         self._recent = Recent()
         self._calibration = Calibration()
         self._running: set[asyncio.Task[Any]] = set()
@@ -128,57 +154,65 @@ class Verifiers:
         the question.
         """
         try:
-            plan = self._plan(flight, semantic)
-            answers = await self._read(flight.generation, semantic) if plan is not None else []
+            question = await self._question(flight, semantic)
         except (RedisError, CacheUnavailable, OSError) as error:
             _log.info("verifier_not_asked", reason=f"{type(error).__name__}: {error}")
             return semantic
         except Exception:
             _log.exception("verifier_failed", request_id=flight.generation.turn.arrival.request_id)
             return semantic
-        if plan is None or not answers:
+        if question is None:
             return semantic
-        generation, exam = flight.generation, plan.askable.exam
-        if not exam.counts:
-            self._start(self._examine(plan, generation, answers[0]))
+        if not question.askable.exam.counts:
+            self._start(self._examine(question))
             return semantic
-        asking = Asking(plan.askable.name)
-        task = self._start(self._decide(plan, asking, generation, semantic, answers))
-        if plan.is_observed:
-            question = (generation.looked.fingerprint.text or "") if self.settings.log_prompts else ""
-            return replace(semantic, asking=asking, question=question)
+        asking = Asking(question.askable.name)
+        task = self._start(self._decide(question, asking))
+        if question.within_ms is None:
+            return replace(semantic, asking=asking, question=self._lookup.shown(question.fingerprint))
         began, served = time.perf_counter(), None
         try:
-            async with asyncio.timeout(plan.within_ms / 1000.0):
+            async with asyncio.timeout(question.within_ms / 1000.0):
                 served = await asyncio.shield(task)
         except TimeoutError:  # what it says from now on fills another one's facts
-            asking = Asking(plan.askable.name)
+            asking = Asking(question.askable.name)
         finally:
             asking.waited_ms = (time.perf_counter() - began) * 1000.0
-        semantic = replace(semantic, asking=asking)
-        return semantic if served is None else self._served(generation, semantic, *served)
+        return replace(semantic, asking=asking) if served is None else self._served(question, asking, *served)
 
-    def _plan(self, flight: Flight, semantic: SemanticResult) -> _Plan | None:
-        """Whom to ask, if the estimate says that it pays, and every limit leaves room for it."""
+    async def _question(self, flight: Flight, semantic: SemanticResult) -> _Question | None:
+        """The question, if the estimate says that it pays, every limit leaves room for it, and an answer is
+        there. Raises RedisError.
+        """
         generation, undecided = flight.generation, semantic.undecided
-        alias, team = generation.alias, generation.identity.team
-        controls, text = generation.turn.controls, generation.looked.fingerprint.text or ""
-        verification = self._verification(generation)
+        alias, team, controls = generation.alias, generation.identity.team, generation.turn.controls
+        verification = self._lookup.verification(controls, team, alias)
         is_observed = verification.mode is Verify.OBSERVE
         if undecided is None or (is_observed and (controls.only_if_cached or self._is_busy)):
             return None
-        askable = self.whom.to_ask(alias, verification.verifier)
-        if askable is None:
+        text = generation.looked.fingerprint.text or ""
+        stored = [StoredAnswer(one.text, " " * _TYPICAL_CHARS, one.differing) for one in undecided.candidates]
+        chosen = self._affordable(alias, verification.verifier, team, question_chars(text, stored))
+        if chosen is None:
             return None
-        shown = [StoredAnswer(one.text, " " * _TYPICAL_CHARS, one.differing) for one in undecided.candidates]
-        question = askable.expected(_demand(question_chars(text, shown)))
-        ps = [self._p(generation, undecided, candidate) for candidate in undecided.candidates]
-        if question is None or not self.spending.allows(team.id, question.cost_microusd):
+        askable, expense = chosen
+        within_ms = None if is_observed else self._within_ms(flight, semantic, undecided, askable, expense)
+        if within_ms is None and not is_observed:
             return None
-        if is_observed:
-            return _Plan(askable, _WITHIN_S * 1000.0, is_observed=True)
+        answers = await self._read(generation, undecided)
+        return _Question(askable, generation, semantic, answers, within_ms) if answers else None
+
+    def _within_ms(
+        self, flight: Flight, semantic: SemanticResult, undecided: Undecided, askable: Askable, question: Expense
+    ) -> float | None:
+        """How long the request may wait for a question of this expense; None where it does not pay, or
+        no yes could be served.
+        """
+        fingerprint, alias = flight.generation.looked.fingerprint, flight.generation.alias
+        namespace, said = _namespace(fingerprint), [candidate.p for candidate in undecided.candidates]
+        ps = [self._calibration.p(namespace, p, is_first=not place) for place, p in enumerate(said)]
         least_risk = risk_of(max(ps), false_yes_again(askable.exam.false_yes))
-        if not self._has_room(generation, semantic, least_risk):
+        if not self._has_room(fingerprint, semantic, least_risk):
             return None
         best = next(iter(ranking(flight).ranked), None)
         waits_ms, ttft_ms = [float(self.settings.cache.verify_ms)], best.ttft_ms if best is not None else 0.0
@@ -186,246 +220,209 @@ class Verifiers:
         waits_ms += [limit_ms - ttft_ms for limit_ms in limits_ms if limit_ms is not None]
         generated = Expense(best.cost_microusd, best.total_ms) if best is not None else None
         is_worth = generated is None or pays(alias.policy.kind, any_right(ps), question, generated)
-        if not is_worth or question.ms > min(waits_ms):
-            return None
-        return _Plan(askable, min(waits_ms), is_observed=False)
+        return min(waits_ms) if is_worth and question.ms <= min(waits_ms) else None
 
     @property
     def _is_busy(self) -> bool:
         return self.requests.generations() - len(self._running) > BUSY
 
-    async def _read(self, generation: Generation, semantic: SemanticResult) -> list[tuple[Asked, Entry]]:
+    async def _read(self, generation: Generation, undecided: Undecided) -> list[_Answer]:
         """The candidates whose answers are still there and can be read, in one round trip. What a verifier
         does not see of an answer has no word of the other context alone. Raises RedisError.
         """
-        assert semantic.undecided is not None
         fingerprint, max_age_s = generation.looked.fingerprint, generation.turn.controls.max_age_s
-        candidates, now = semantic.undecided.candidates, time.time()
+        candidates, now = undecided.candidates, time.time()
         entries = await self.exact.lookup_many(
             fingerprint.partition, fingerprint.compat, [candidate.exact for candidate in candidates]
         )
-        return [
-            (candidate, entry)
+        answers = [
+            _Answer(candidate, entry, _stored(candidate, entry), is_first=candidate is candidates[0])
             for candidate, entry in zip(candidates, entries, strict=True)
             if entry is not None and entry.chunks_bytes <= _ANSWER_BYTES_MAX
             if max_age_s is None or entry.age_s(now) <= max_age_s
-            if not shows(entry, fingerprint, _unread(candidate, entry))
         ]
+        return [answer for answer in answers if not shows(answer.entry, fingerprint, answer.unread)]
 
-    async def _decide(
-        self,
-        plan: _Plan,
-        asking: Asking,
-        generation: Generation,
-        semantic: SemanticResult,
-        answers: list[tuple[Asked, Entry]],
-    ) -> tuple[Asked, Entry, float] | None:
+    async def _decide(self, question: _Question, asking: Asking) -> tuple[_Answer, float] | None:
         """The answer that the verifier calls right, and the risk that it is wrong; None without one
         that may be served.
         """
-        verifier = self._of(plan.askable, generation, asking)
-        shown = [_stored(candidate, entry) for candidate, entry in answers]
-        choice = await verifier.choose(generation.looked.fingerprint.text or "", shown)
-        right, undecided = None, semantic.undecided
-        assert undecided is not None
+        verifier, answers = self._of(question, asking), question.answers
+        choice, right = await verifier.choose(question.prompt, [answer.stored for answer in answers]), None
         if choice.number is not None and choice.number >= 0:
-            candidate, entry = answers[choice.number]
-            p = self._p(generation, undecided, candidate)
-            choice, risk = await self._confirmed(plan, verifier, generation, semantic, choice, shown, p)
-            right = (candidate, entry, risk) if risk is not None else None
+            answer = answers[choice.number]
+            choice, risk = await self._confirmed(question, verifier, choice, answer)
+            right = (answer, risk) if risk is not None else None
         asking.verdict = _verdict(choice, is_right=right is not None)
-        asking.entry = right[1] if right is not None and plan.is_observed else None
+        asking.entry = right[0].entry if right is not None and question.within_ms is None else None
         if choice.why != NO_ANSWER:
-            self._start(self._take(plan, generation, semantic, answers, choice))
-            self._start(self._examine(plan, generation, answers[0]))
+            self._start(self._take(question, choice))
+            self._start(self._examine(question))
         return right
 
     async def _confirmed(
-        self,
-        plan: _Plan,
-        verifier: Verifier,
-        generation: Generation,
-        semantic: SemanticResult,
-        choice: Choice,
-        shown: Sequence[StoredAnswer],
-        p: float,
+        self, question: _Question, verifier: Verifier, choice: Choice, answer: _Answer
     ) -> tuple[Choice, float | None]:
         """The choice, after a second question where one yes risks much, or more than the account has;
         and the risk that is left, None where it may not be served.
         """
         assert choice.number is not None
-        fingerprint, false_yes = generation.looked.fingerprint, plan.askable.exam.false_yes
+        fingerprint, semantic, false_yes = question.fingerprint, question.semantic, question.askable.exam.false_yes
+        p = self._p_of(question, answer)
         risk = risk_of(p, false_yes)
-        if needs_a_second(risk, semantic.error_max) or not self._has_room(generation, semantic, risk):
-            is_right = await verifier.confirm(fingerprint.text or "", shown[choice.number])
+        if needs_a_second(risk, semantic.error_max) or not self._has_room(fingerprint, semantic, risk):
+            is_right = await verifier.confirm(question.prompt, answer.stored)
             if is_right is not None:
-                plan.askable.exam.confirm(p, is_yes=is_right)
+                question.askable.exam.confirm(p, is_yes=is_right)
             if not is_right:
                 return Choice(None if is_right is None else -1, "not confirmed", (choice.number,)), None
             risk = risk_of(p, false_yes_again(false_yes))
-        return choice, risk if self._has_room(generation, semantic, risk) else None
+        return choice, risk if self._has_room(fingerprint, semantic, risk) else None
 
-    def _served(
-        self, generation: Generation, semantic: SemanticResult, candidate: Asked, entry: Entry, risk: float
-    ) -> SemanticResult:
+    def _served(self, question: _Question, asking: Asking, answer: _Answer, risk: float) -> SemanticResult:
         """The hit on a verifier's word, charged its risk."""
-        fingerprint = generation.looked.fingerprint
-        assert semantic.asking is not None
-        assert self._lookup is not None
-        self._lookup.errors.charge(fingerprint.compat, risk)
-        self.exact.use(entry)
+        semantic, candidate = question.semantic, answer.candidate
+        self._lookup.errors.charge(question.fingerprint.compat, risk)
+        self.exact.use(answer.entry)
         return replace(
             semantic,
-            entry=entry,
+            asking=asking,
+            entry=answer.entry,
             similarity=candidate.similarity,
             miss_reason="",
             nearest="",
-            question=(fingerprint.text or "") if self.settings.log_prompts else "",
-            trial=msgspec.structs.replace(candidate.trial(semantic.trial), risk=risk),
-            verified_by=semantic.asking.verifier,
+            question=self._lookup.shown(question.fingerprint),
+            trial=replace(candidate.trial(semantic.trial), risk=risk),
+            verified_by=asking.verifier,
         )
 
-    def _p(self, generation: Generation, undecided: Undecided, candidate: Asked) -> float:
+    def _p_of(self, question: _Question, answer: _Answer) -> float:
         """The probability that a candidate's answer is right."""
-        is_first = candidate is undecided.candidates[0]
-        return self._calibration.p(_namespace(generation), candidate.p, is_first=is_first)
+        namespace = _namespace(question.fingerprint)
+        return self._calibration.p(namespace, answer.candidate.p, is_first=answer.is_first)
 
-    def _has_room(self, generation: Generation, semantic: SemanticResult, risk: float) -> bool:
+    def _has_room(self, fingerprint: Fingerprint, semantic: SemanticResult, risk: float) -> bool:
         """Whether the error account has room for a hit with this risk."""
-        errors = self._lookup.errors if self._lookup is not None else ErrorAccount()
-        return errors.has(generation.looked.fingerprint.compat, risk, semantic.error_max)
+        return self._lookup.errors.has(fingerprint.compat, risk, semantic.error_max)
 
-    async def _take(
-        self,
-        plan: _Plan,
-        generation: Generation,
-        semantic: SemanticResult,
-        answers: list[tuple[Asked, Entry]],
-        choice: Choice,
-    ) -> None:
+    async def _take(self, question: _Question, choice: Choice) -> None:
         """Keep what the verifier said: a verdict on each answer that it ruled on."""
-        name, at, undecided = plan.askable.name, time.time(), semantic.undecided
-        assert undecided is not None
+        fingerprint, askable, at = question.fingerprint, question.askable, time.time()
         for number in choice.shown:
-            candidate, entry = answers[number]
+            answer, is_chosen = question.answers[number], number == choice.number
+            candidate = answer.candidate
             if choice.number is not None and 0 <= choice.number < number:
                 continue  # it chose a likelier one, and said nothing of this
             if choice.number is not None:
-                self._calibration.learn(
-                    _namespace(generation),
-                    candidate.p,
-                    plan.askable.exam.false_yes,
-                    is_first=candidate is undecided.candidates[0],
-                    is_yes=number == choice.number,
-                )
-            is_right = None if choice.number is None else number == choice.number
-            if choice.number is not None and choice.number >= 0 and not is_right:
-                is_right = None  # passed over: as likely as not another wording of the chosen answer
+                namespace, false_yes = _namespace(fingerprint), askable.exam.false_yes
+                self._calibration.learn(namespace, candidate.p, false_yes, is_first=answer.is_first, is_yes=is_chosen)
+            # one that it passed over is as likely as not another wording of the chosen answer
+            is_right = True if is_chosen else False if choice.number == -1 else None
             verdict = Verdict(
                 source=Source.VERIFIER,
-                compat=generation.looked.fingerprint.compat,
+                compat=fingerprint.compat,
                 is_right=is_right,
-                trial=candidate.trial(semantic.trial),
+                trial=candidate.trial(question.semantic.trial),
                 at=at,
-                judge=name,
+                judge=askable.name,
                 why=choice.why,
-                alias=generation.alias.name,
-                wordings=(wording_id(generation.looked.fingerprint.exact), candidate.wording) if is_right else (),
+                alias=question.generation.alias.name,
+                wordings=(wording_id(fingerprint.exact), candidate.wording) if is_right else (),
             )
             ruling = Ruling.UNKNOWN if is_right is None else Ruling.SAME if is_right else Ruling.DIFFERENT
-            self.count(Source.VERIFIER, ruling, name)
-            id = f"{generation.turn.arrival.request_id}:{Source.VERIFIER}:{number}"
-            partition = generation.looked.fingerprint.partition
-            await self.verdicts.take(partition, id, verdict, AnswerRef(candidate.exact, entry.created_at))
+            self.count(Source.VERIFIER, ruling, askable.name)
+            id = f"{question.generation.turn.arrival.request_id}:{Source.VERIFIER}:{number}"
+            about = AnswerRef(candidate.exact, answer.entry.created_at)
+            await self.verdicts.take(fingerprint.partition, id, verdict, about)
 
-    async def _examine(self, plan: _Plan, generation: Generation, answer: tuple[Asked, Entry]) -> None:
-        fingerprint, exam = generation.looked.fingerprint, plan.askable.exam
-        stored, verifier = _stored(*answer), self._of(plan.askable, generation)
-        space = fingerprint.partition + fingerprint.compat
-        await exam.sit(verifier, self._recent, space, QAPair(stored.prompt, stored.answer))
+    async def _examine(self, question: _Question) -> None:
+        stored, namespace = question.answers[0].stored, _namespace(question.fingerprint)
+        pair = QAPair(stored.prompt, stored.answer)
+        await question.askable.exam.sit(self._of(question), self._recent, namespace, pair)
 
     # -- questions
 
-    def _of(self, askable: Askable, generation: Generation, asking: Asking | None = None) -> Verifier:
+    def _affordable(
+        self, alias: Alias, verifier: str | None, payer: Team, chars: int, times: int = 1
+    ) -> tuple[Askable, Expense] | None:
+        """The verifier of an answer of `alias`, and what a question with so many characters is expected
+        to cost; None where nobody may be asked now, or it costs the team too much.
+        """
+        askable = self.pool.to_ask(alias, verifier)
+        tokens = chars // _CHARS_PER_TOKEN
+        demand = Demand(tokens, REPLY_TOKENS_MAX, _REPLY_TOKENS, prompt_tokens_max=chars)
+        expense = askable.expected(demand) if askable is not None else None
+        if askable is None or expense is None or not self.spending.allows(payer.id, times * expense.cost_microusd):
+            return None
+        return askable, expense
+
+    def _of(self, question: _Question, asking: Asking | None = None) -> Verifier:
+        generation = question.generation
         labels = booked_labels(generation.turn, generation.identity)
-        return self._verifier(askable, generation.identity, generation.alias.name, labels, asking)
+        return self._verifier(question.askable, generation.identity, generation.alias.name, labels, asking)
 
     def _verifier(
         self, askable: Askable, payer: Identity, alias: str, labels: _Labels, asking: Asking | None = None
     ) -> Verifier:
-        ask = partial(self._ask, askable, payer, alias, labels, asking)
-        return Verifier(askable.alias.name, ask, askable.name, has_odds=askable.has_odds)
+        async def ask(body: dict[str, Any]) -> bytes | None:
+            reply = await self.requests.ask(body, payer, askable.alias, _WITHIN_S, labels)
+            if asking is not None:
+                asking.cost_microusd += reply.cost_microusd
+                asking.verifier = reply.deployment or asking.verifier
+            self.spending.add(payer.team.id, reply.cost_microusd)
+            self.note(payer.team, alias, reply.cost_microusd, "failed" if reply.whole is None else "answered")
+            return reply.whole
 
-    async def _ask(
-        self,
-        askable: Askable,
-        payer: Identity,
-        alias: str,
-        labels: _Labels,
-        asking: Asking | None,
-        body: dict[str, Any],
-    ) -> bytes | None:
-        team = payer.team
-        reply = await self.requests.ask(body, payer, askable.alias, _WITHIN_S, labels)
-        if asking is not None:
-            asking.cost_microusd += reply.cost_microusd
-            asking.verifier = reply.deployment or asking.verifier
-        self.spending.add(team.id, reply.cost_microusd)
-        self.note(team, alias, reply.cost_microusd, "failed" if reply.whole is None else "answered")
-        return reply.whole
+        return Verifier(askable.alias.name, ask, askable.name, has_odds=askable.has_odds)
 
     # -- after a miss
 
     def recorded(self, generation: Generation) -> None:
         """Ask later whether the answer of a generation that is recorded depends on the moment."""
-        if self._verification(generation).verifier is not None:
+        team, alias = generation.identity.team, generation.alias
+        if self._lookup.verification(generation.turn.controls, team, alias).verifier is not None:
             self._moments.recorded(generation)
-
-    def _verification(self, generation: Generation) -> Verification:
-        of_request = generation.turn.controls.verify
-        word = None if of_request is None else Verify(of_request)
-        return self.settings.verification(generation.alias.name, generation.identity.team.verify, word)
 
     def _of_moments(self, gathered: Gathered, chars: int) -> Verifier | None:
         """Who is asked which of these answers move; None where nobody may be, or it costs too much."""
-        verification = self.settings.verification(gathered.alias.name, gathered.payer.team.verify)
-        askable = self.whom.to_ask(gathered.alias, verification.verifier)
-        question = askable.expected(_demand(question_chars("", ()) + chars)) if askable is not None else None
-        if askable is None or question is None or self._is_busy:
+        alias, payer = gathered.alias, gathered.payer
+        verification = self.settings.verification(alias.name, payer.team.verify)
+        chosen = self._affordable(alias, verification.verifier, payer.team, question_chars("", ()) + chars)
+        cost_max = self.settings.cache.verify_share * gathered.cost_microusd
+        if chosen is None or self._is_busy or chosen[1].cost_microusd > cost_max:
             return None
-        cost_max, team_id = self.settings.cache.verify_share * gathered.cost_microusd, gathered.payer.team.id
-        if question.cost_microusd > cost_max or not self.spending.allows(team_id, question.cost_microusd):
-            return None
-        return self._verifier(askable, gathered.payer, gathered.alias.name, {})
+        return self._verifier(chosen[0], payer, alias.name, {})
 
-    def of(self, record: Record, space: bytes) -> Judge | None:
+    def of(self, record: Record, namespace: bytes) -> Judge | None:
         """The judge of a request's fresh answer, in its namespace; None where no verifier is named."""
         alias = record.request.alias
         if self._is_busy or self.settings.verification(alias).verifier is None:
             return None
-        return _AfterMiss(partial(self._judge, record, space))
+        return _AfterMiss(partial(self._judge, record, namespace))
 
-    async def _judge(self, record: Record, space: bytes, fresh: QAPair, cached: QAPair) -> Judgement:
+    async def _judge(self, record: Record, namespace: bytes, fresh: QAPair, cached: QAPair) -> Judgement:
         none = Judgement(Ruling.UNKNOWN, "", NO_ANSWER)
         payer = await self.accounts.of_key(record.request.key_id)
         if payer is None:
             return none
         verification = self.settings.verification(record.request.alias, payer.team.verify)
-        alias = self.whom.alias(record.request.model or record.request.alias)
-        askable = self.whom.to_ask(alias, verification.verifier) if alias is not None else None
-        chars = len(fresh.prompt) + len(fresh.answer) + len(cached.answer) + question_chars("", ())
-        question = askable.expected(_demand(chars)) if askable is not None else None
-        if askable is None or question is None or not self.spending.allows(payer.team.id, 2 * question.cost_microusd):
+        alias = self.pool.alias(record.request.model or record.request.alias)
+        if alias is None:
             return none
+        chars = len(fresh.prompt) + len(fresh.answer) + len(cached.answer) + question_chars("", ())
+        chosen = self._affordable(alias, verification.verifier, payer.team, chars, times=2)
+        if chosen is None:
+            return none
+        askable, _ = chosen
         labels = {name: text for name in _LABELS if (text := getattr(record.request, name))}
         verifier = self._verifier(askable, payer, record.request.alias, labels)
-        await askable.exam.sit(verifier, self._recent, space, fresh)
+        await askable.exam.sit(verifier, self._recent, namespace, fresh)
         return await verifier.judge(fresh, cached) if askable.exam.counts else none
 
     def check(self, record: Record, risk: float, *, is_wrong: bool) -> None:
         """Take in what a check found of a hit on a verifier's word, which had this risk."""
         verifier = self.settings.verification(record.request.alias).verifier
-        exam = self.whom.exams.get(record.verifier.verifier if verifier == AUTO else verifier or "")
+        exam = self.pool.exams.get(record.verifier.verifier if verifier == AUTO else verifier or "")
         if exam is not None:
             exam.check(risk, is_wrong=is_wrong)
 
@@ -470,8 +467,7 @@ class _AfterMiss:
         return await self._ask(fresh, cached)
 
 
-def _namespace(generation: Generation) -> bytes:
-    fingerprint = generation.looked.fingerprint
+def _namespace(fingerprint: Fingerprint) -> bytes:
     return fingerprint.partition + fingerprint.compat
 
 
@@ -489,13 +485,3 @@ def _stored(candidate: Asked, entry: Entry) -> StoredAnswer:
     except msgspec.DecodeError:
         answer = ""
     return StoredAnswer(candidate.text, answer[: ANSWER_CHARS_MAX + 1], candidate.differing)
-
-
-def _unread(candidate: Asked, entry: Entry) -> Sequence[tuple[str, str]]:
-    """The differences of the contexts, where a verifier sees the answer's beginning alone."""
-    return candidate.differing if len(_stored(candidate, entry).answer) > ANSWER_CHARS_MAX else ()
-
-
-def _demand(chars: int) -> Demand:
-    tokens = chars // _CHARS_PER_TOKEN
-    return Demand(tokens, REPLY_TOKENS_MAX, _REPLY_TOKENS, prompt_tokens_max=chars)

@@ -100,9 +100,11 @@ def parse(data: bytes) -> ParsedAnswer:
         raise msgspec.DecodeError(str(error)) from None
 
 
-# a JSON text, or a number that JSON does not have: Python's servers write these
-_NO_NUMBER = re.compile(rb'"(?:[^"\\]|\\.)*"|-?(?:NaN|Infinity|nan|inf)\b|-?\d[\d.]*[eE]\+?\d{3,}')
-_MAY_BE_NO_NUMBER = re.compile(rb"[eE]\+?\d{3}")
+# a JSON text, also one that is cut; a number that JSON (Python's servers write these) or a float does
+# not have; another number. Each begins after the one before it: what is no JSON takes no quadratic time.
+_NO_NUMBER = re.compile(
+    rb'"(?:[^"\\]|\\.)*+"?|(-?(?:(?:NaN|Infinity|nan|inf)\b|\d[\d.]{308,}+|\d[\d.]*+[eE]\+?\d{3,}+))|\d[\d.]*+'
+)
 
 
 # a pair of surrogates, or an escape of another character; else a surrogate without its pair
@@ -117,11 +119,14 @@ def with_pairs(data: bytes) -> bytes:
 
 
 def decoded(data: bytes, kind: Any = Any) -> Any:
-    """Decode a server's JSON, if need be `with_pairs`. Raises msgspec.DecodeError."""
+    """Decode a server's JSON, `mended` if need be. Raises msgspec.DecodeError."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError:
-        return msgspec.json.decode(with_pairs(data), type=kind)
+    except UNREADABLE:
+        try:
+            return msgspec.json.decode(_mended(data), type=kind)
+        except (UnicodeDecodeError, RecursionError) as error:
+            raise msgspec.DecodeError(str(error)) from None
 
 
 def mended(data: bytes) -> tuple[bytes, ParsedAnswer]:
@@ -132,17 +137,15 @@ def mended(data: bytes) -> tuple[bytes, ParsedAnswer]:
     """
     try:
         answer = _decode_answer(data.decode())
+        msgspec.json.decode(data)  # a partial parse skips numbers beyond a float
     except UNREADABLE:
-        mended_data = with_pairs(_without_odd_numbers(data))
-        return mended_data, parse(mended_data)
-    if answer.usage != NO_USAGE and _MAY_BE_NO_NUMBER.search(bytes(answer.usage)):
-        data = _without_odd_numbers(data)
+        data = _mended(data)
         answer = parse(data)
     return data, answer
 
 
-def _without_odd_numbers(data: bytes) -> bytes:
-    return _NO_NUMBER.sub(lambda found: found[0] if found[0].startswith(b'"') else b"null", data)
+def _mended(data: bytes) -> bytes:
+    return with_pairs(_NO_NUMBER.sub(lambda found: b"null" if found[1] else found[0], data))
 
 
 def to_chunk(data: bytes, answer: ParsedAnswer, is_whole: bool = False) -> Chunk:

@@ -182,6 +182,7 @@ class PieceReader(msgspec.Struct):
 
     HELD_MAX: ClassVar = 1000  # pieces that wait for the name of a call
     MENDED_MAX: ClassVar = 100  # fields of one piece
+    CALLS_MAX: ClassVar = 1000  # of one choice
 
     key: str = ""
     tools: Any = None
@@ -200,6 +201,7 @@ class PieceReader(msgspec.Struct):
         """The pieces that one completes which is not usual, as `parsed` has read it.
 
         A call's beginning waits for its name, and for the next piece, which may have more of the name.
+        Raises msgspec.DecodeError for more calls than a model makes.
         """
         piece, begun = _Piece(payload, answer), list[_OpenCall]()
         self._has_deltas |= any(choice.delta is not None for choice in answer.choices or ())
@@ -331,6 +333,8 @@ class PieceReader(msgspec.Struct):
         if call is not None and not (id or call.parts) and name != call.name and self._has_tools({name, call.name}):
             call = None
         if call is None:
+            if len(calls) == self.CALLS_MAX:
+                raise msgspec.DecodeError(f"more than {self.CALLS_MAX} calls of tools")
             used = {one.index for one in calls}
             ours = max(used, default=-1) + 1 if index is None or index in used else index
             is_made = not id or any(one.id == id for one in calls)  # some servers take a tool's name for an id

@@ -77,7 +77,8 @@ class Splitter(msgspec.Struct):
             data = self._with_line_feeds(data)
         if not data:
             return []
-        if _LF not in data:
+        ends_line = bool(self._parts) and self._parts[-1].endswith(b"\n")
+        if b"\n\n" not in data and not (ends_line and data.startswith(b"\n")):
             self._keep(data)
             return []
         if self._parts:
@@ -85,9 +86,6 @@ class Splitter(msgspec.Struct):
             self._parts.clear()
             self._buffered_bytes = 0
         end = data.rfind(b"\n\n") + 2
-        if end < 2:
-            self._keep(data)
-            return []
         if end < len(data):
             self._keep(data[end:])
             data = data[:end]

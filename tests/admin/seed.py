@@ -31,7 +31,7 @@ _SURFACES = (
     "image_edits",
     "passthrough",
 )
-_MISSES = (("numbers", 0.941), ("far", 0.712), ("polarity", 0.905), ("names", 0.887), ("words", 0.861))
+_MISSES = (("numbers", 0.941), ("far", 0.712), ("marks", 0.905), ("unsure", 0.887), ("words", 0.861))
 
 
 async def seed(world: World) -> dict[str, int]:

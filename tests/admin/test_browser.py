@@ -239,6 +239,12 @@ async def test_empty_pages_fit_and_a_refresh_disturbs_nobody(world: World) -> No
         await visitor.page.locator("#route-req_first").wait_for()
         assert await visitor.page.locator("#route-req_first summary").get_by_text("1.2 s", exact=True).is_visible()
         assert await visitor.overflow_px() <= 0
+        await visitor.page.emulate_media(media="print", color_scheme="dark")  # on light paper, without menu and forms
+        seen = "[...document.querySelectorAll('nav, form')].map((one) => one.checkVisibility())"
+        shown = f"[getComputedStyle(document.body).backgroundColor, ...{seen}]"
+        paper, *controls = await visitor.page.evaluate(shown)
+        assert (paper, set(controls)) == ("rgb(250, 249, 246)", {False})
+        await visitor.page.emulate_media(media="screen", color_scheme="light")
         await visitor.open("/admin")
         await visitor.page.locator("#numbers-money summary").focus()
         await visitor.page.keyboard.press("Enter")

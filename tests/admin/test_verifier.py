@@ -129,7 +129,7 @@ async def test_the_card_shows_what_would_be_served(redis: Redis, tmp_path: Path)
         await visitor.page.get_by_role("link", name="Verifier, 24 h").click()
         cards = [await visitor.page.locator(id).inner_text() for id in ("#verifier", "#possible")]
         text = re.sub(r"\s+", " ", " ".join(cards))
-        assert "cheap before 12 92% 6 7 1 $0.00008 $0.0021" in text
+        assert "cheap before 12 92% of lookups 6 7 1 $0.00008 $0.0021" in text
         assert "big 6 50% $0.072" in text
         assert f"{HOSTILE} 5 would get the answer to How do I reset my password?" in text
         assert await visitor.page.title() != "owned"

@@ -10,6 +10,7 @@ import pytest
 from cache import MissReason
 from cache.verdicts import Source
 from gateway.admin.html import Pages
+from gateway.journey.semantic import OBSERVED
 from gateway.settings import DeploymentSettings
 
 
@@ -17,7 +18,7 @@ from gateway.settings import DeploymentSettings
     ("table", "values"),
     [
         ("backends", get_args(DeploymentSettings.model_fields["backend"].annotation)),
-        ("reasons", [reason.value for reason in MissReason]),
+        ("reasons", [*(reason.value for reason in MissReason), OBSERVED]),
         ("sources", [source.value for source in Source]),
     ],
 )

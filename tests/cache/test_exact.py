@@ -150,7 +150,9 @@ async def test_a_curated_answer_neither_expires_nor_gives_way(
     async with following(exact, redis_server.url):
         assert (await exact.store(_curated("Why?", clock.now))).refusal is None
         clock.now += 10 * 365 * 86_400
+        held = (await exact.lookup(ask("Why?"))).entry
         exact.store_local(entry_for(ask("Why?"), clock.now, "generated"))
+        assert exact.lookup_local(ask("Why?")) == held
         assert (await exact.store(entry_for(ask("Why?"), clock.now, "generated"))).refusal is Refusal.CURATED
         for n in range(30):
             assert (await exact.store(entry_for(ask(f"{n}?"), clock.now, "x" * 3_000))).refusal is None
@@ -363,6 +365,7 @@ async def test_a_purge_removes_what_matches_everywhere(
         await purger.store(entry_for(fps["a"], clock.now - 55))
         for name in ("b", "c", "d"):
             await purger.store(entry_for(fps[name], clock.now, labels=labels.get(name, {})))
+        entries = {name: (await reader.lookup(fp)).entry for name, fp in fps.items()}
         for fp in fps.values():
             assert (await reader.lookup(fp)).entry is not None
             assert reader.lookup_local(fp) is not None
@@ -378,6 +381,12 @@ async def test_a_purge_removes_what_matches_everywhere(
             assert (purger.lookup_local(fp) is None) or name not in expected
             assert ((await reader.lookup(fp)).entry is None) is (name in expected)
         assert (await purger.stats()).size_bytes == before - done.size_bytes
+        for name, entry in entries.items():  # as if its request had come before the purge, and then after it
+            assert entry is not None
+            late = await reader.store(entry, asked_at=clock.now - 1)
+            assert (late.refusal is Refusal.PURGED) is reader.is_purged(entry, clock.now - 1) is (name in expected)
+            assert ((await purger.lookup(fps[name])).entry is None) is (name in expected)
+            assert (await reader.store(entry, asked_at=clock.now + 1)).refusal is None
 
 
 async def test_a_purge_counts_answers_and_no_wordings(exact: ExactCache, clock: Clock) -> None:

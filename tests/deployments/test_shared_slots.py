@@ -92,6 +92,7 @@ async def test_an_idle_worker_leaves_all_slots_to_others(workers: list[Worker]) 
     assert (second.slots.granted, second.slots.is_refused, second.slots.is_full) == (0, True, True)
     first.slots.give_back(1)
     await first.shared.exchange()
+    await second.shared.exchange()  # as each second: it may ask again
     again = asyncio.create_task(second.slots.ask())
     await asyncio.sleep(0)
     await second.shared.exchange()

@@ -32,7 +32,7 @@ def upstream(upstream_process: Upstream) -> Upstream:
 
 
 @pytest.fixture(scope="session")
-def gateway(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def shared_gateway(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway with a few aliases at the upstream; ready, cache worker included."""
     url = upstream_process.url
 
@@ -83,7 +83,14 @@ def gateway(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
+def gateway(shared_gateway: Gateway) -> Gateway:
+    """The shared gateway with an empty cache: what another test asked is no hit of this one, be it by meaning."""
+    shared_gateway.admin("POST", "/cache/purge", json={"all": True, "dry_run": False})
+    return shared_gateway
+
+
+@pytest.fixture
 def client(gateway: Gateway) -> Iterator[OpenAI]:
     """The official client, pointed at the gateway and changed in nothing else."""
     with OpenAI(base_url=gateway.base_url, api_key=API_KEY, max_retries=0, timeout=30) as made:

@@ -31,7 +31,7 @@ WEATHER: Any = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def claude(gateway: Gateway) -> Iterator[Anthropic]:
     """The official client, pointed at the gateway and changed in nothing else."""
     with Anthropic(base_url=gateway.root, api_key=API_KEY, max_retries=0, timeout=30) as made:

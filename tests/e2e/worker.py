@@ -36,7 +36,9 @@ class OpenWorker:
 
 def keep_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     """An application that opens neither collects nor freezes: this process holds more than the application."""
-    idle = SimpleNamespace(collect=lambda *_: 0, freeze=lambda: None, set_threshold=lambda *_: None)
+    idle = SimpleNamespace(
+        collect=lambda *_: 0, freeze=lambda: None, set_threshold=lambda *_: None, enable=lambda: None
+    )
     monkeypatch.setattr(app_module, "gc", idle)
 
 

@@ -56,18 +56,21 @@ def _trees() -> tuple[ast.Module, ...]:
     return tuple(trees)
 
 
-def _nodes() -> Iterator[ast.AST]:
-    for tree in _trees():
-        yield from ast.walk(tree)
+@cache
+def _nodes() -> tuple[ast.AST, ...]:
+    return tuple(node for tree in _trees() for node in ast.walk(tree))
 
 
-def _strings() -> Iterator[str]:
+@cache
+def _strings() -> tuple[str, ...]:
     """All constants of text or bytes, and f-strings with {} for their values."""
+    found = list[str]()
     for node in _nodes():
         if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
-            yield node.value if isinstance(node.value, str) else node.value.decode("latin-1")
+            found.append(node.value if isinstance(node.value, str) else node.value.decode("latin-1"))
         elif isinstance(node, ast.JoinedStr):
-            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            found.append("".join(str(p.value) if isinstance(p, ast.Constant) else "{}" for p in node.values))
+    return tuple(found)
 
 
 @cache

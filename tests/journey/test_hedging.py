@@ -63,6 +63,16 @@ async def test_the_second_answers_where_the_first_is_slow(open_a_world: OpenWorl
     await world.is_released()
 
 
+async def test_the_second_has_slots_that_workers_share(open_a_world: OpenWorld) -> None:
+    """A worker that was granted no slot of the second asks for one, and the second answers."""
+    world, never = await open_a_world(models=_models(concurrency_max=1)), asyncio.Event()
+    await _learned(world)
+    slots = world._deployment("second").slots
+    slots.share(lambda: slots.grant(1, 1, is_refused=False))
+    world.backends["first"].plays_once(never)
+    assert (await world.ask("slow", max_tokens=5)).headers["x-sameway-hedge"] == "second"
+
+
 @pytest.mark.parametrize("place", ["headers", "first"])
 async def test_the_loser_is_cancelled_to_its_socket(open_a_world: OpenWorld, place: str) -> None:
     """A server that brings no content sees its connection closed once the other deployment answers."""

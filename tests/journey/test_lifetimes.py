@@ -114,6 +114,15 @@ async def test_a_purge_by_tag_ends_the_answers_that_were_made_for_it(world: Worl
     assert await world.purge_by_tag("of 2026") == 1
     assert (await world.ask("with the price list")).cache == "miss"
     assert (await world.ask("with a map")).cache == "exact"
+    go = asyncio.Event()
+    world.backends["plain"].plays_once(go, "by the old list", Finish(), Tokens())
+    client = world.begin("with the list", cache={"tags": ["prices"]})
+    await world.backends["plain"].called(4)
+    assert await world.purge_by_tag("prices") == 0
+    go.set()
+    reply = await client.reply()
+    assert (reply.content, (await world.record(reply)).cache.store) == ("by the old list", "purged")
+    assert (await world.ask("with the list")).cache == "miss"
     for tags in (["two\nlines"], [""], ["x"] * 17, "prices", [1]):
         reply = await world.ask("wrong", cache={"tags": tags})
         assert (reply.status, reply.error["param"].startswith("cache.tags")) == (400, True), tags

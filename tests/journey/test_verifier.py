@@ -419,7 +419,7 @@ async def test_an_automatic_verifier_is_examined_first(open_a_world: Any) -> Non
     says(world, "1")
     reply = await world.ask(SECOND, max_tokens=60)
     assert (reply.cache, len(world.backends["reader"].calls), seen(world)) == ("miss", 1, [])
-    exam = world.verifiers.whom.exams["reader"]
+    exam = world.verifiers.pool.exams["reader"]
     for _ in range(12):
         exam.take(-1, is_right=False)
     assert (await world.ask(THIRD, max_tokens=60)).cache == "semantic"
@@ -435,7 +435,7 @@ async def test_an_automatic_verifier_that_fails_gives_way(open_a_world: Any) -> 
     await stored(world, max_tokens=60)
     says(world, "1")
     await world.ask(SECOND, max_tokens=60)
-    exams = world.verifiers.whom.exams
+    exams = world.verifiers.pool.exams
     assert list(exams) == ["tiny"]
     for _ in range(12):
         exams["tiny"].take(0, is_right=False)

@@ -7,12 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import pytest
-
-from tests.recipes.cases import CASES
 
 ROOT = Path(__file__).parents[2]
 WATCHERS = ("tidy", "docs", "golden", "settings", "maps", "decisions")
@@ -21,12 +20,42 @@ SPARED = ("test_rooms_stay_small", "test_a_small_file_with_one_importer_has_a_re
 GENERATED = ("docs/", "tests/golden/", "README.md")
 
 
+@dataclass
+class Case:
+    """An example of a recipe: its edits as (file, what is there, what is there after), and notes, each a list of files."""
+
+    edits: list[tuple[str, str, str]]
+    notes: dict[str, set[str]] = field(default_factory=dict)
+
+    @property
+    def files(self) -> set[str]:
+        return {path for path, _, _ in self.edits}
+
+
+def parts(text: str) -> dict[str, str]:
+    """The text below each title of the third level."""
+    titles = re.split(r"^### (.+)\n", text, flags=re.M)[1:]
+    return dict(zip(titles[::2], titles[1::2], strict=True))
+
+
+def case_of(text: str) -> Case:
+    """The case that lines of `cases.txt` describe."""
+    head, *edits = re.split(r"^@ ", text.rstrip("\n"), flags=re.M)
+    case = Case([], {name: set(files.split()) for name, files in re.findall(r"^(\w+): (.+)$", head, re.M)})
+    for edit in edits:
+        path, *lines = edit.rstrip("\n").split("\n")
+        before, after = ("\n".join([line[1:] for line in lines if line[:1] != sign]) for sign in "+-")
+        case.edits.append((path, before, after))
+    return case
+
+
+CASES = {title: case_of(text) for title, text in parts((Path(__file__).parent / "cases.txt").read_text()).items()}
+
+
 @cache
 def recipes() -> dict[str, str]:
     """The text of each recipe by its title."""
-    _, _, text = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Recipes\n")
-    titles = re.split(r"^### (.+)\n", text, flags=re.M)[1:]
-    return dict(zip(titles[::2], titles[1::2], strict=True))
+    return parts((ROOT / "CONTRIBUTING.md").read_text().partition("\n## Recipes\n")[2])
 
 
 def steps(title: str) -> str:
@@ -47,9 +76,10 @@ def test_each_recipe_has_its_case_and_its_files() -> None:
         assert [one for one in named(title) if not (ROOT / one).exists()] == [], title
         written = {
             path if (ROOT / path).exists() else next((one for one in folders if path.startswith(one)), path)
-            for path in case.edits
+            for path in case.files
         }
-        assert written - case.beyond == named(title) - case.spared, title
+        beyond, spared = (case.notes.get(name, set()) for name in ("beyond", "spared"))
+        assert written - beyond == named(title) - spared, title
 
 
 @pytest.fixture(scope="module")
@@ -100,31 +130,18 @@ def test_the_files_of_a_recipe_are_enough(tree: Path, title: str) -> None:
     case = CASES[title]
     git(tree, "reset", "-q", "--hard")
     git(tree, "clean", "-qfd")
-    for path, edits in case.edits.items():
-        if isinstance(edits, str):
-            (tree / path).write_text(edits)
-            continue
-        text = (tree / path).read_text()
-        for anchor, new in edits:
-            assert anchor in text, f"{path} has no {anchor!r} any more: mend tests/recipes/cases.py"
-            text = text.replace(anchor, new, 1)
-        (tree / path).write_text(text)
-    assert changed(tree) == case.edits.keys()
-    call(tree, "ruff", "check", "-q", *(path for path in case.edits if path.endswith(".py")))
+    for path, before, after in case.edits:
+        text = (tree / path).read_text() if before else ""
+        assert before in text, f"{path} has no {before!r} any more: mend tests/recipes/cases.txt"
+        (tree / path).write_text(text.replace(before, after, 1) if before else f"{after}\n")
+    assert changed(tree) == case.files
+    call(tree, "ruff", "check", "-q", *(path for path in case.files if path.endswith(".py")))
     if "./run docs" in steps(title):
         call(tree, "tests.documents")
     if "tests.golden" in steps(title):
         call(tree, "tests.golden")
-    assert [one for one in changed(tree) - case.edits.keys() if not one.startswith(GENERATED)] == []
+    assert [one for one in changed(tree) - case.files if not one.startswith(GENERATED)] == []
     call(tree, "mypy")
     spared = [f"--deselect=tests/test_tidy.py::{one}" for one in SPARED]
-    call(
-        tree,
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *spared,
-        *(f"tests/test_{one}.py" for one in WATCHERS),
-        *case.tests,
-    )
+    watchers = [f"tests/test_{one}.py" for one in WATCHERS]
+    call(tree, "pytest", "-q", "-p", "no:cacheprovider", *spared, *watchers, *sorted(case.notes["tests"]))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.wire.chunks import DeltaTemplate, FinishTracker, parse, read, to_chunk, unfold
+from gateway.wire.chunks import DeltaTemplate, FinishTracker, decoded, mended, parse, read, to_chunk, unfold
 from gateway.wire.fold import fold, text_bytes
 from gateway.wire.reader import PieceReader
 from gateway.wire.types import Chunk
@@ -420,6 +420,16 @@ def test_what_is_no_answer_is_refused(bad: bytes) -> None:
     """Whatever is wrong with the bytes, one kind of error says so."""
     with pytest.raises(msgspec.DecodeError):
         read(bad)
+
+
+@pytest.mark.parametrize(
+    "cut", [b'{"choices": [{"delta": {"content": "' + b'\\"a' * 100_000, b'{"n": ' + b"1" * 300_000, b"[" * 100_000]
+)
+def test_what_is_cut_is_refused_at_once(cut: bytes) -> None:
+    """Quotes, digits and brackets without an end are looked at once, not once for each place where one may begin."""
+    for reader in (mended, decoded):
+        with pytest.raises(msgspec.DecodeError):
+            reader(cut)
 
 
 @pytest.mark.parametrize("note", [b'"\xff"', b"1e999", b"[" * 100_000 + b"]" * 100_000])

@@ -106,6 +106,15 @@ def test_openais_own_spelling_passes_as_it_came(calls: list[tuple[str, str]]) ->
     assert [one for payload in payloads for one, _ in reader.read(payload)] == payloads
 
 
+def test_calls_without_end_are_refused() -> None:
+    """A server that begins one call after another is no model's."""
+    reader = PieceReader()
+    for number in range(PieceReader.CALLS_MAX):
+        reader.read(piece({"index": number, "id": f"c{number}", "function": {"name": "f", "arguments": "{}"}}))
+    with pytest.raises(msgspec.DecodeError, match="calls of tools"):
+        reader.read(piece({"index": 10**6, "id": "more", "function": {"name": "f", "arguments": "{}"}}))
+
+
 def test_a_call_without_a_name_ends_with_its_answer() -> None:
     """What waited for the name leaves with the end, also where no end comes."""
     reader = PieceReader("k")

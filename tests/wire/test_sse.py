@@ -97,3 +97,11 @@ def test_an_endless_event_is_refused() -> None:
     assert [splitter.feed(part) for _ in range(64)] == [[]] * 64
     with pytest.raises(PayloadTooLarge):
         splitter.feed(b"x")
+
+
+def test_an_event_of_many_lines_is_joined_once() -> None:
+    """Lines that come one by one take a time that grows with their number, not with its square."""
+    splitter, line = Splitter(), b"data: " + b"x" * 100 + b"\n"
+    assert [splitter.feed(line) for _ in range(50_000)] == [[]] * 50_000
+    (payload,) = splitter.feed(b"\n")
+    assert payload.count(b"\n") == 49_999

@@ -359,7 +359,8 @@ class OpenAIStream(msgspec.Struct, eq=False):
         chunk.
         """
         if _DONE in payloads[:-1]:  # some servers count the tokens after it
-            payloads = [*(payload for payload in payloads if payload != _DONE), _DONE]
+            end = payloads.index(_DONE)
+            payloads = [*payloads[:end], *filter(_counts, payloads[end:]), _DONE]
         position = 0
         while position < len(payloads):
             if self._template is not None:
@@ -389,18 +390,17 @@ class OpenAIStream(msgspec.Struct, eq=False):
                 payload, answer = mended(payload)
             except msgspec.ValidationError as failure:
                 payload, answer = reader.remade(payload, failure)
+            if (text := self._finishes.more_of(answer)) and not reader.held:
+                self._ready.append(Chunk(payload, has_content=True, has_words=not text.isspace()))
+                if self._templates_left:
+                    self._templates_left -= 1
+                    self._template = DeltaTemplate.of(payload, text)
+                return True
+            pieces = [(payload, answer)] if reader.is_usual(answer) else reader.pieces(payload, answer)
         except msgspec.DecodeError as error:
             self._fail(self.translate.not_json("stream", payload, error))
             return False
-        if (text := self._finishes.more_of(answer)) and not reader.held:
-            self._ready.append(Chunk(payload, has_content=True, has_words=not text.isspace()))
-            if self._templates_left:
-                self._templates_left -= 1
-                self._template = DeltaTemplate.of(payload, text)
-            return True
-        if reader.is_usual(answer):
-            return self._hand_on(payload, answer)
-        return all(self._hand_on(*piece) for piece in reader.pieces(payload, answer))
+        return all(self._hand_on(*piece) for piece in pieces)
 
     def _hand_on(self, payload: bytes, answer: ParsedAnswer) -> bool:
         """Hand on a piece as the reader made it; returns False if the stream is over."""
@@ -590,3 +590,12 @@ class _Event(msgspec.Struct):
 
 def _dripped(waited_s: float) -> BackendTimeout:
     return BackendTimeout(f"The deployment sent too little within {duration_s(waited_s)}")
+
+
+def _counts(payload: bytes) -> bool:
+    """Whether an event tells the tokens of an answer, and no more of the answer."""
+    try:
+        answer = mended(payload)[1]
+    except msgspec.DecodeError:
+        return False
+    return answer.usage != NO_USAGE and not answer.choices

@@ -1,4 +1,4 @@
-"""Whom the gateway asks about an alias's answers: the alias that is named, or with `auto` the
+"""Which verifier is asked about an alias's answers: the alias that is named, or with `auto` the
 cheapest deployment of the alias's own that can chat and has not failed its exam.
 
 Knows no questions. Invariants: a question would delay no client's request, as far as this worker
@@ -49,8 +49,8 @@ class Askable:
         return Expense(best.cost_microusd, best.total_ms) if best is not None else None
 
 
-class Whom:
-    """Whom to ask, of one worker's fleet. `random` gives numbers in [0, 1), for exams."""
+class VerifierPool:
+    """The verifiers that one worker may ask, of its fleet. `random` gives numbers in [0, 1), for exams."""
 
     def __init__(self, fleet: Fleet, random: Callable[[], float]) -> None:
         self._fleet = fleet
