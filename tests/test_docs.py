@@ -192,7 +192,7 @@ def test_every_reason_is_documented() -> None:
     assert shown is not None
     assert misses == set(re.findall(r'^  "([a-z_-]+)":', shown[1], re.MULTILINE))
     assert set(_names(REASONS, "## Why a deployment was not used")) >= _words("capability")
-    assert set(_names(API, "## Feedback")) == _words("purged")
+    assert set(_names(API, "## Feedback")) == _words("counted")
 
 
 def test_fields_outside_the_cache_key_are_documented() -> None:
