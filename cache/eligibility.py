@@ -68,7 +68,7 @@ class Refusal(StrEnum):
     MOVES = "moves"  # depends on the moment, and `moving_ttl_s` is 0
     TOO_LARGE = "too_large"
     CURATED = "curated"  # an operator's answer to the same request stays
-    PURGED = "purged"  # a purge came after its request
+    PURGED = "purged"  # after its request came
     UNAVAILABLE = "unavailable"  # Redis did not take the answer
 
 

@@ -1,4 +1,4 @@
-"""The commands over the admin API: `sameway teams`, `keys`, `budgets`, `spend`, `ledger`, `requests`, `cache`
+"""The commands over the admin API: `sameway teams`, `keys`, `budgets`, `spend`, `savings`, `ledger`, `requests`, `cache`
 and the rest, for a gateway that runs.
 
 Knows no operation by name: the gateway's own OpenAPI document says which there are and what they
@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 from gateway.wire.errors import shown
 
-NOUNS = ("teams", "keys", "budgets", "spend", "ledger", "requests", "cache", "deployments", "hosts", "batches", "people",
-         "audit")  # fmt: skip
+NOUNS = ("teams", "keys", "budgets", "spend", "savings", "ledger", "requests", "cache", "deployments", "hosts", "batches",
+         "people", "audit")  # fmt: skip
 USAGE = "[VERB] [ID] [--FIELD VALUE ...] [--json] [--url URL] [--help]"
 _OTHERS = {"spend": ("ledger", "sums"), "requests": ("routes", "list")}
 _VERBS = {"GET": "show", "PATCH": "update", "DELETE": "delete", "POST": "act"}
@@ -158,7 +158,8 @@ def _operations(document: dict[str, Any]) -> Iterator[tuple[str, str, Operation]
     for short, path in paths.items():
         parts = [part for part in short.split("/") if not part.startswith("{")]
         for method, facts in document["paths"][path].items():
-            operation, noun, verb = Operation(method.upper(), path, facts), parts[0], parts[-1]
+            operation, (noun, _, end) = Operation(method.upper(), path, facts), parts[0].partition(".")
+            verb = end or parts[-1]  # a file of the noun's list
             enums = (given["schema"].get("enum", ()) for given in facts.get("parameters", ()) if given["in"] == "path")
             if acts := [act for enum in enums for act in enum]:  # of `deployments/{act}`: each is a verb
                 stem = path.rpartition("/")[0]

@@ -34,7 +34,8 @@ def pace_of(state: BudgetState, at_ms: int, last_day: int | None = None, team_ma
     """
     budget, window = state.budget, state.window
     if budget.window is WindowKind.ROLLING:
-        return Pace(state.spent * _DAY_MS / (budget.rolling_s * 1000))
+        passed_ms = min(budget.rolling_s * 1000, at_ms - budget.begun_ms)
+        return Pace(state.spent * _DAY_MS / passed_ms) if passed_ms >= _PASSED_MIN_MS else Pace()
     if budget.axis == SESSION and window.end_ms is None:
         return Pace()  # when it began is not known
     if last_day is not None and (window.end_ms is None or window.end_ms - window.start_ms > 2 * _DAY_MS):

@@ -52,7 +52,7 @@ ROOMS = {
 # superfluous, or raises the number in a commit that says why.
 # fmt: off
 CODE_LINES_MAX = {
-    "gateway": 4060, "gateway/access": 482, "gateway/accounts": 3328, "gateway/admin": 4655, "gateway/alerts": 384, "gateway/api": 4450,
+    "gateway": 4060, "gateway/access": 482, "gateway/accounts": 3345, "gateway/admin": 4655, "gateway/alerts": 384, "gateway/api": 4450,
     "gateway/backends": 3170, "gateway/batches": 1220, "gateway/deployments": 1930, "gateway/journey": 3824,
     "gateway/learning": 1550, "gateway/masking": 372, "gateway/reconcile": 610, "gateway/telemetry": 2240, "gateway/transport": 870,
     "gateway/wire": 2340, "cache": 1120, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1350,

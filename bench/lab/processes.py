@@ -14,7 +14,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ _LIBC = ctypes.CDLL(None)
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _PROCESS_CLOCK = 2  # clock_getcpuclockid(3): another process's user and system time, in nanoseconds
 _END_TIMEOUT_S = 20.0
+_INTERRUPTS = {signal.SIGINT, signal.SIGTERM}
 
 
 class BenchError(Exception):
@@ -30,6 +31,7 @@ class BenchError(Exception):
 
 
 def _die_with_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -40,7 +42,9 @@ class Child:
         self.command = list(command)
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log:
+        # an exception that a signal raises while the interpreter is at its hooks of a fork is lost
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+        with self._interruptible_after(before), log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -51,6 +55,18 @@ class Child:
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
+
+    @contextlib.contextmanager
+    def _interruptible_after(self, mask: set[signal.Signals]) -> Iterator[None]:
+        """Restore the mask of signals at the end; one that came meanwhile ends the process."""
+        try:
+            yield
+        finally:
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            except KeyboardInterrupt:
+                self.stop()
+                raise
 
     @property
     def pid(self) -> int:

@@ -147,7 +147,7 @@ class ExactCache:
         self._clock = clock
         self._monotonic = monotonic
         self._l1 = L1(limits.l1_entries_max, limits.l1_bytes_max)
-        self._purges = Purges(self._store.log, self._l1, clock, monotonic)
+        self.purges = Purges(self._store.log, self._l1, clock, monotonic)
         self._touches: dict[Partition, dict[bytes, tuple[Entry, int]]] = {}  # and how often
         self._touches_count = 0
         self._moving: dict[bytes, None] = {}  # the latest entries whose answers were found to move
@@ -396,10 +396,6 @@ class ExactCache:
         if self.is_l1_on and entry.expires_at > self._clock() and not (held is not None and held.is_curated):
             self._l1.store(entry)
 
-    def is_purged(self, entry: Entry, asked_at: float) -> bool:
-        """Whether a purge since `asked_at`, when its request came, removed what `entry` would be."""
-        return self._purges.reach(entry, asked_at)
-
     async def store(
         self,
         entry: Entry,
@@ -437,7 +433,7 @@ class ExactCache:
                 self._l1.drop(entry)
             elif put.is_replaced:  # other processes may hold the answer that this one replaces
                 await self._store.log.announce(Purge(partition=entry.partition, id=entry.id))
-            if put.refusal is None and self.is_purged(entry, asked_at):  # now, as the purge may not have seen it
+            if put.refusal is None and self.purges.reach(entry, asked_at):  # now, as the purge may not have seen it
                 self._l1.drop(entry)
                 await self._store.purge(entry.partition, [entry.exact])
                 return StoreResult(Refusal.PURGED, packed.size_bytes)
@@ -477,7 +473,7 @@ class ExactCache:
         samples: list[EntryListing] = []
         with _needs_redis:
             if not is_dry_run:
-                await self._purges.announce(purge)
+                await self.purges.announce(purge)
             for partition in await self._partitions(purge):
                 async for batch in self._matching(purge, partition):
                     # a wording has no answer of its own; its text may be what is asked for
@@ -489,7 +485,7 @@ class ExactCache:
                         removed = min(gone, removed)
                     count, size = count + removed, size + freed
             if not is_dry_run:
-                await self._purges.announce(purge)
+                await self.purges.announce(purge)
         return PurgeResult(count, size, tuple(samples))
 
     async def entries(self, chosen: Purge) -> AsyncIterator[list[Entry]]:
@@ -553,12 +549,12 @@ class ExactCache:
 
         The L1 is on only while this runs and receives its own heartbeats.
         """
-        await self._purges.follow(subscribe)
+        await self.purges.follow(subscribe)
 
     @property
     def is_l1_on(self) -> bool:
         """Whether this process may hold entries, because a purge would reach it."""
-        return self._purges.is_on
+        return self.purges.is_on
 
     # --- uses
 

@@ -151,6 +151,7 @@ def _read(archive: zipfile.ZipFile, table: sa.Table) -> Iterator[list[dict[str, 
         rows = []
         for line in member:
             row = msgspec.json.decode(line, type=dict[str, Any])
+            row = {name: value for name, value in row.items() if name in table.c}  # without those of an earlier version
             row |= {name: base64.b64decode(row[name]) for name in binary if row.get(name) is not None}
             rows.append(row)
             if len(rows) == _ROWS_AT_ONCE:

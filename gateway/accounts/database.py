@@ -12,8 +12,9 @@ No accounts. Invariants:
 import asyncio
 import contextlib
 import functools
+import operator
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -228,11 +229,11 @@ class Database:
         connection: AsyncConnection,
         table: sa.Table,
         columns: Sequence[str],
-        rows: Mapping[tuple[Any, ...], Sequence[int]],
+        rows: Iterable[tuple[tuple[Any, ...], Sequence[int]]],
         added_columns: Sequence[str] | None = None,
     ) -> None:
         """Insert `rows`, the values of `columns` by primary key, or add them to the rows with these
-        keys.
+        keys; those of one key are summed before.
 
         If `added_columns` is given, only these columns are added to an existing row; of the others
         it keeps the larger value.
@@ -241,7 +242,7 @@ class Database:
         larger = "CASE WHEN excluded.{1} > {0}.{1} THEN excluded.{1} ELSE {0}.{1} END"
         sums = dict.fromkeys(added_columns or columns, "{0}.{1} + excluded.{1}")
         updates = ", ".join(f"{name} = {sums.get(name, larger).format(table.name, name)}" for name in columns)
-        values = [(*key, *row) for key, row in sorted(rows.items())]
+        values = [(*key, *row) for key, row in sorted(summed(rows).items())]
         on_conflict = f"ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {updates}"
         await self.insert_many(connection, table, [*keys, *columns], values, on_conflict)
 
@@ -302,6 +303,15 @@ class Database:
 def _default(column: sa.Column[Any]) -> Any:
     """The value of a row that names none: nothing of the type, or NULL."""
     return None if column.server_default is None else column.type.python_type()
+
+
+def summed(rows: Iterable[tuple[T, Sequence[int]]]) -> dict[T, Sequence[int]]:
+    """The sums of the amounts of each key, element by element."""
+    sums: dict[T, Sequence[int]] = {}
+    for key, amounts in rows:
+        have = sums.get(key)
+        sums[key] = amounts if have is None else list(map(operator.add, have, amounts))
+    return sums
 
 
 def arrays(table: sa.Table, names: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from enum import StrEnum
@@ -27,8 +27,8 @@ from gateway.accounts.audit import AuditRow, inserted
 from gateway.accounts.database import Database, uncancelled
 from gateway.accounts.errors import Invalid
 from gateway.accounts.months import HOUR_MS
-from gateway.accounts.rollups import CORRECTION, DAY_MS, SPANS, SUMS
-from gateway.accounts.row import BOOKED, CHECKING, COUNTS, HIT_SUMS, HitsRow, LedgerRow, columns_of
+from gateway.accounts.rollups import CORRECTION, DAY_MS, SPANS
+from gateway.accounts.row import BOOKED, CHECKING, HIT_SUMS, SUMS, HitsRow, LedgerRow, columns_of
 from policies import Usage, WindowKind
 from policies.budgets import DrainedSpend, OwnSpend
 from policies.windows import Window
@@ -83,19 +83,21 @@ class Group(StrEnum):
 class LedgerTotal(msgspec.Struct, frozen=True):
     """Sums over one group; ungrouped columns are None. `day` is an ISO date in UTC.
 
-    `hits` cost nothing and are none of the `requests`; where it is known what they would have cost,
-    it is in `saved_microusd`. Of the cost `checks_microusd` is for questions to verifiers and checks.
+    `hits` cost nothing and are none of the `requests`. `saved_microusd` is the baseline of both less
+    the cost, where a baseline is known: the sum of the steps of `savings`. Of the cost
+    `checks_microusd` is for questions to verifiers and checks.
 
-    `user` and `tag` have the form of `rollups`: OTHER, empty, or `=` and the value. The kinds of
-    tokens that are billed apart are 0 if only the dearest groups were requested.
+    `user` and `tag` have the form of `rollups`: OTHER, empty, or `=` and the value.
     """
 
     requests: int
-    usage: Usage
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
     cost_microusd: int
-    hits: int = 0
-    saved_microusd: int = 0
-    checks_microusd: int = 0
+    hits: int
+    saved_microusd: int
+    checks_microusd: int
     team_id: int | None = None
     key_id: int | None = None
     alias: str | None = None
@@ -194,16 +196,12 @@ class Ledger:
 
     async def _append(self, connection: AsyncConnection, by_id: Mapping[str, LedgerRow]) -> int:
         new = await self._new(connection, schema.ledger, by_id, _values_of)
-        alike = rollups.alike(new)
-        by_hour: dict[tuple[int, int], list[int]] = {}
-        for row in new:
-            rollups.sum_up(by_hour, (row.at_ms // HOUR_MS, row.team_id), (row.cost_microusd,))
+        by_hour = [((row.at_ms // HOUR_MS, row.team_id), (row.cost_microusd,)) for row in new]
         await self.database.add_up(connection, schema.ledger_hours, ("cost_microusd",), by_hour)
-        await self._add_to_sums(connection, alike, SUMS)
-        await self._add_to_sums(connection, rollups.checks(alike), HIT_SUMS)  # rows that are locked by now
-        await self._add_to_savings(connection, _lines(new))
+        await self._add_to_sums(connection, rollups.alike(new), SUMS)
+        await self.database.add_up(connection, schema.savings_days, _SAVED, _lines(new))
         await self._add_to_counts(connection, new)
-        await self._changed(connection, {hour for hour, _ in by_hour})  # of all teams: locked last, and briefly
+        await self._changed(connection, {hour for (hour, _), _ in by_hour})  # of all teams: locked last, and briefly
         return len(new)
 
     async def _new(
@@ -271,7 +269,8 @@ class Ledger:
             new = await self._new(connection, schema.ledger_hits, by_id, _hits_values_of)
             # in the order of `_append`, so that the two cannot deadlock
             await self._add_to_sums(connection, rollups.hits(new), HIT_SUMS)
-            await self._add_to_savings(connection, [line for row in new for line in _lines_of_hits(row)])
+            lines = [line for row in new for line in _lines_of_hits(row)]
+            await self.database.add_up(connection, schema.savings_days, _SAVED, lines)
             await self._changed(connection, {row.at_ms // HOUR_MS for row in new})
 
     async def rows(self, where: LedgerFilter, limit: int = 100, cursor: str | None = None) -> LedgerPage:
@@ -291,29 +290,45 @@ class Ledger:
         rows = tuple(found[:limit])
         return LedgerPage(rows, f"{rows[-1].at_ms}-{rows[-1].id}" if len(found) > limit else None)
 
-    @uncancelled
     async def totals(
         self, by: Sequence[Group], where: LedgerFilter | None = None, most: int | None = None
     ) -> tuple[LedgerTotal, ...]:
         """Sums by the groups in `by`, sorted by them; with `most`, the dearest `most` groups,
         dearest first.
 
-        With `most` the kinds of tokens that are billed apart are left out. Counts whole UTC days:
-        `from_ms` and `until_ms` are widened to them. The group TAG has the values of the filter's
+        Counts whole UTC days: `from_ms` and `until_ms` are widened to them. The group TAG has the values of the filter's
         `tag` or, without it, the names of tags. Sums by session are read from the rows and hits of the
         last SESSION_DAYS_MAX days of the filter. Raises Invalid for a user, a tag or a region
         together with a key, model, deployment, kind or one another, and for a session with a user or tag.
         """
-        where, names = where or LedgerFilter(), SUMS if most is None else SUMS[: len(COUNTS) + 1]
+        return tuple(map(_total, await self._sums(by, where or LedgerFilter(), most)))
+
+    async def each_total(self, by: Sequence[Group], where: LedgerFilter, page: int) -> AsyncIterator[LedgerTotal]:
+        """All sums, as `totals`, `page` of them in memory at a time."""
+        last: list[Any] = []
+        while True:
+            rows = await self._sums(by, where, page, last)
+            for row in rows:
+                yield _total(row)
+            if len(rows) < page:
+                return
+            last = [rows[-1][group] for group in by]
+
+    @uncancelled
+    async def _sums(
+        self, by: Sequence[Group], where: LedgerFilter, most: int | None, last: Sequence[Any] | None = None
+    ) -> Sequence[sa.RowMapping]:
+        """The rows of `totals`; with `last`, the groups beyond it, sorted."""
         async with self.database.reading() as connection:
             is_by_day = bool({Group.DAY, Group.SESSION}.intersection(by)) or where.session is not None
             first, end = await self._days(connection, where, is_by_day=is_by_day)
             table, columns, conditions = _source(by, where, first, end)
-            sums = [_sum(table.c[name], name) for name in (*names, *HIT_SUMS)]
-            statement = sa.select(*columns, *sums).where(*conditions).group_by(*columns)
-            order = columns if most is None else [sums[names.index("cost_microusd")].desc()]
-            groups = (await connection.execute(statement.order_by(*order).limit(most))).mappings()
-            return tuple([_total(by, dict(row)) for row in groups])
+            sums = {name: _sum(table.c[name], name) for name in (*SUMS, "hits")}
+            if last:
+                conditions.append(sa.tuple_(*columns) > sa.tuple_(*last))
+            statement = sa.select(*columns, *sums.values()).where(*conditions).group_by(*columns)
+            order = [sums["cost_microusd"].desc()] if most is not None and last is None else columns
+            return (await connection.execute(statement.order_by(*order).limit(most))).mappings().all()
 
     async def _days(self, connection: AsyncConnection, where: LedgerFilter, *, is_by_day: bool) -> tuple[int, int]:
         """The first day of the filter with rows in the ledger, and the day after the last.
@@ -341,7 +356,7 @@ class Ledger:
         """
         days = schema.savings_days
         columns = (days.c.day, days.c.team_id, days.c.line)
-        sums = [_sum(days.c[name], name) for name in ("requests", "amount_microusd")]
+        sums = [_sum(days.c[name], name) for name in _SAVED]
         statement = sa.select(*columns, *sums).group_by(*columns).order_by(*columns)
         statement = statement.where(*_conditions(days, where, ("team_id", "alias")), *_whole_days(days, where))
         return tuple([SavingsLine(_date(day), *rest) for day, *rest in await self.database.rows(statement)])
@@ -387,30 +402,27 @@ class Ledger:
                 known = sums.setdefault((charge.name, charge.field), [0, 0])
                 known[0] += charge.amount
                 known[1] = max(known[1], charge.keep_until_ms)
-        await self.database.add_up(connection, schema.budget_counts, ("spent", "keep_until_ms"), sums, ["spent"])
+        await self.database.add_up(
+            connection, schema.budget_counts, ("spent", "keep_until_ms"), sums.items(), ["spent"]
+        )
 
     async def _add_to_sums(
         self, connection: AsyncConnection, rows: Sequence[rollups.Alike], names: Sequence[str]
     ) -> None:
-        sums: dict[tuple[int, int, int, str, str, str], list[int]] = {}
-        for row, amounts in rows:
-            key = (row.at_ms // DAY_MS, row.team_id, row.key_id, row.alias, row.deployment, row.kind)
-            rollups.sum_up(sums, key, amounts)
-        await self.database.add_up(connection, schema.ledger_days, names, sums)
+        by_day = (
+            ((row.at_ms // DAY_MS, row.team_id, row.key_id, row.alias, row.deployment, row.kind), amounts)
+            for row, amounts in rows
+        )
+        await self.database.add_up(connection, schema.ledger_days, names, by_day)
         await rollups.add(connection, self.database, rows, names)
 
     async def _changed(self, connection: AsyncConnection, hours: Iterable[int]) -> None:
-        counts = {(hour,): (1, 0) for hour in hours}
+        counts = [((hour,), (1, 0)) for hour in hours]
         await self.database.add_up(connection, schema.ledger_exports, ("changes", "exported"), counts)
 
-    async def _add_to_savings(self, connection: AsyncConnection, lines: Iterable[_Line]) -> None:
-        sums: dict[tuple[int, int, str, str], list[int]] = {}
-        for key, *amounts in lines:
-            rollups.sum_up(sums, key, amounts)
-        await self.database.add_up(connection, schema.savings_days, ("requests", "amount_microusd"), sums)
 
-
-_Line = tuple[tuple[int, int, str, str], int, int]
+_SAVED = ("requests", "amount_microusd")
+_Line = tuple[tuple[int, int, str, str], tuple[int, int]]
 """The key of a row of `savings_days`, its requests and its amount."""
 
 
@@ -426,13 +438,13 @@ def _lines(rows: Iterable[LedgerRow]) -> Iterator[_Line]:
             requests = int(row.kind != CORRECTION)
             # a try beside the one that answered is no further request
             if baseline or not row.mechanism:
-                yield (*key, BASELINE), requests, baseline
-            yield (*key, SPENT), requests, cost
+                yield (*key, BASELINE), (requests, baseline)
+            yield (*key, SPENT), (requests, cost)
             for line, amount in row.savings():
-                yield (*key, line), requests, amount
+                yield (*key, line), (requests, amount)
     for key, costs in unsaved.items():
         for line in (BASELINE, SPENT):
-            yield (*key, line), len(costs), sum(costs)
+            yield (*key, line), (len(costs), sum(costs))
 
 
 def _lines_of_hits(row: HitsRow) -> Iterator[_Line]:
@@ -443,7 +455,7 @@ def _lines_of_hits(row: HitsRow) -> Iterator[_Line]:
         (UNKNOWN_HITS, row.unknown, 0),
     ):
         if requests:
-            yield (*key, line), requests, amount
+            yield (*key, line), (requests, amount)
 
 
 _values_of, _hits_values_of = columns_of(tuple(COLUMNS)), attrgetter(*schema.ledger_hits.c.keys())
@@ -513,10 +525,11 @@ def _source(
 def _sums_of_rows(first: int, end: int) -> sa.Subquery:
     """The rows and hits of these days, each with the columns of a sum."""
     rows, hits = schema.ledger.c, schema.ledger_hits.c
-    names = (*_FILTERS, "session", "region", *SUMS, *HIT_SUMS)
-    none: dict[str, Any] = dict.fromkeys((*SUMS, *HIT_SUMS), sa.literal(0)) | dict.fromkeys(names[3:6], sa.literal(""))
+    names = (*_FILTERS, "session", "region", *SUMS, "hits")
+    none: dict[str, Any] = dict.fromkeys((*SUMS, "hits"), sa.literal(0)) | dict.fromkeys(names[3:6], sa.literal(""))
     of_rows = {name: rows.get(name, value) for name, value in none.items()} | {
         "requests": sa.case((rows.kind == CORRECTION, 0), else_=1),
+        "saved_microusd": sa.func.coalesce(rows.baseline_microusd - rows.cost_microusd, 0),
         "checks_microusd": sa.case((rows.kind.in_(CHECKING), rows.cost_microusd), else_=0),
     }
     of_hits = none | {"session": hits.session, "hits": hits.requests, "saved_microusd": hits.baseline_microusd}
@@ -549,14 +562,13 @@ def _row(columns: Mapping[str, Any]) -> LedgerRow:
     return LedgerRow(usage=_usage(columns), **{name: columns[name] for name in COLUMNS if name not in BOOKED})
 
 
-def _total(by: Sequence[Group], row: Mapping[str, Any]) -> LedgerTotal:
-    groups = {group: row[group] for group in by}
-    if Group.KEY in groups:  # a text in the sums by one axis
-        groups[Group.KEY] = int(groups[Group.KEY])
-    if Group.DAY in groups:
-        groups[Group.DAY] = _date(groups[Group.DAY])
-    sums = {name: row[name] for name in ("requests", "cost_microusd", *HIT_SUMS)}
-    return LedgerTotal(usage=_usage(row), **sums, **groups)
+def _total(row: sa.RowMapping) -> LedgerTotal:
+    values: dict[str, Any] = {**row}
+    if Group.KEY in values:  # a text in the sums by one axis
+        values[Group.KEY] = int(values[Group.KEY])
+    if Group.DAY in values:
+        values[Group.DAY] = _date(values[Group.DAY])
+    return LedgerTotal(**values)
 
 
 @functools.lru_cache(4_096)

@@ -14,21 +14,20 @@ Knows no filters of the API and no budgets. Invariants:
 import operator
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.accounts import schema
-from gateway.accounts.database import Database, arrays
-from gateway.accounts.row import CHECKING, COUNTS, KINDS, HitsRow, LedgerRow, columns_of
+from gateway.accounts.database import Database, arrays, summed
+from gateway.accounts.row import SUMS, HitsRow, LedgerRow, columns_of
 from policies import Usage
 from policies.budgets import VALUES_MAX
 
 SPANS = (1, 8, 64)
 """The days of a period, by its level."""
 
-SUMS = ("requests", *COUNTS, *KINDS)
 TEAM, KEY, ALIAS, DEPLOYMENT, REGION = "team", "key_id", "alias", "deployment", "region"
 USER, TAGS = "user", "tags"
 """Axes. A row of TAGS has a tag's name as its value; the values of a tag have `tag_axis`."""
@@ -44,8 +43,6 @@ DAY_MS = 86_400_000
 _PARTS = 4
 _LEVEL = 1_000_000_000  # more than there are days
 _LOOKED_UP = 1_000
-
-Key = TypeVar("Key", bound=tuple[Any, ...])
 
 _Scope = tuple[int, str, int]
 """A period, an axis and a team."""
@@ -112,11 +109,6 @@ def alike(rows: Iterable[LedgerRow]) -> list[Alike]:
     ]
 
 
-def checks(rows: Iterable[Alike]) -> list[Alike]:
-    """Of sums by SUMS those of CHECKING, by HIT_SUMS."""
-    return [(row, [0, 0, amounts[SUMS.index("cost_microusd")]]) for row, amounts in rows if row.kind in CHECKING]
-
-
 def hits(rows: Iterable[HitsRow]) -> list[Alike]:
     """The hits by HIT_SUMS, as rows without a deployment."""
     return [
@@ -125,7 +117,7 @@ def hits(rows: Iterable[HitsRow]) -> list[Alike]:
                 id=row.id, at_ms=row.at_ms, request_id="", team_id=row.team_id, key_id=row.key_id, alias=row.alias,
                 deployment="", usage=Usage(), cost_microusd=0, kind=row.source, user=row.user, tags=row.tags,
             ),
-            [row.requests, row.baseline_microusd, 0],
+            [row.requests, row.baseline_microusd],
         )
         for row in rows
     ]  # fmt: skip
@@ -148,31 +140,24 @@ async def add(
         for part in sorted({part_of(row.team_id) for row, _ in rows}):
             await connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock('ledger_rollups'::regclass::int, {part})")
     known_labels = await _admitted(database, connection, values_by_scope) if values_by_scope else set[_Label]()
-    sums: dict[_Label, list[int]] = {}
-    for row, amounts in rows:
-        fixed = [(TEAM, NONE), (KEY, str(row.key_id)), (ALIAS, row.alias), (DEPLOYMENT, row.deployment)]
-        if row.region:
-            fixed.append((REGION, row.region))
-        for axis, value in {*fixed, *_bounded(row, labels[row.id], known_labels)}:
-            sum_up(sums, (row.at_ms // DAY_MS, axis, row.team_id, value), amounts)
-    for (day, *rest), amounts in list(sums.items()):
-        for level in range(1, len(SPANS)):
-            sum_up(sums, (period_of(day, level), *rest), amounts)  # type: ignore[misc]
-    await database.add_up(connection, _table, names, sums)
-
-
-def sum_up(sums: dict[Key, list[int]], key: Key, amounts: Sequence[int]) -> None:
-    """Add `amounts` to the amounts of `key`, element by element."""
-    have = sums.get(key)
-    sums[key] = list(amounts) if have is None else list(map(operator.add, have, amounts))
+    by_day = summed(
+        ((row.at_ms // DAY_MS, axis, row.team_id, value), amounts)
+        for row, amounts in rows
+        for axis, value in {*_values(row, labels[row.id], known_labels)}
+    )
+    by_period = (((period_of(day, n), *rest), sums) for (day, *rest), sums in by_day.items() for n in range(len(SPANS)))
+    await database.add_up(connection, _table, names, by_period)
 
 
 def _block_of(row: LedgerRow) -> int:
     return period_of(row.at_ms // DAY_MS, len(SPANS) - 1)
 
 
-def _bounded(row: LedgerRow, tags: Sequence[tuple[str, str]], labels: Container[_Label]) -> Iterator[tuple[str, str]]:
-    """The user and the tags of a row. A value beyond the bounds becomes OTHER."""
+def _values(row: LedgerRow, tags: Sequence[tuple[str, str]], labels: Container[_Label]) -> Iterator[tuple[str, str]]:
+    """The axes and values that a row counts under. A user, or a tag, beyond the bounds becomes OTHER."""
+    yield from ((TEAM, NONE), (KEY, str(row.key_id)), (ALIAS, row.alias), (DEPLOYMENT, row.deployment))
+    if row.region:
+        yield REGION, row.region
     block, user = _block_of(row), stored(row.user)
     yield USER, user if not user or (block, USER, row.team_id, user) in labels else OTHER
     for name, value in tags:

@@ -25,8 +25,10 @@ KINDS = _counted[_counted.index("cache_write_tokens") : _counted.index("tool_cal
 BOOKED = (*(name for name in COUNTS if name in _counted), *KINDS, "provider_cost_microusd")
 """The fields of a `Usage` that are columns of the ledger."""
 
-HIT_SUMS = ("hits", "saved_microusd", "checks_microusd")
-"""Sums beside the counts: of hits, what they would have cost, and the cost of the requests in CHECKING."""
+SUMS = ("requests", *COUNTS, "saved_microusd", "checks_microusd")
+"""What the sums of rows have, and HIT_SUMS those of hits."""
+
+HIT_SUMS = ("hits", "saved_microusd")
 
 VERIFY, CHECK, REFRESH = "verify", "check", "refresh"
 CHECKING = frozenset({VERIFY, CHECK, REFRESH})
@@ -74,6 +76,16 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
     region: _Text = ""
     charges: tuple[Charge, ...] = ()
 
+    @property
+    def saved_microusd(self) -> int:
+        """The baseline less the cost; 0 where the baseline is not known."""
+        return 0 if self.baseline_microusd is None else self.baseline_microusd - self.cost_microusd
+
+    @property
+    def checks_microusd(self) -> int:
+        """The cost of a row in CHECKING; 0 of others."""
+        return self.cost_microusd if self.kind in CHECKING else 0
+
     def savings(self) -> list[tuple[str, int]]:
         """The baseline less the cost, by mechanism, without zero amounts; negative amounts are
         costs.
@@ -81,7 +93,7 @@ class LedgerRow(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.baseline_microusd is None:
             return []
         read, written = self.prefix_read_microusd, self.prefix_write_microusd
-        other_microusd = self.baseline_microusd - self.cost_microusd - read + written
+        other_microusd = self.saved_microusd - read + written
         if not (read or written or other_microusd):
             return []
         parts = (("prefix_read", read), ("prefix_write", -written), (self.mechanism or "other", other_microusd))

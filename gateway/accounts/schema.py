@@ -9,9 +9,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from gateway.accounts.row import COUNTS, HIT_SUMS, KINDS
+from gateway.accounts.row import COUNTS, KINDS, SUMS
 
-VERSION = "20261128b"  # the last change of the tables: until the first release they change in place
+VERSION = "20261128c"  # the last change of the tables: until the first release they change in place
 LIMITS = ("requests_per_min", "tokens_per_min")
 """The rate limits of teams and keys."""
 
@@ -249,7 +249,7 @@ audit = _table(
 ledger_days = _table(
     "ledger_days",
     *_key(day=sa.Integer, team_id=sa.Integer, key_id=sa.Integer, alias=sa.Text, deployment=sa.Text, kind=sa.Text),
-    *_columns(sa.BigInteger, "requests", *COUNTS, *KINDS, *HIT_SUMS, default="0"),
+    *_columns(sa.BigInteger, *SUMS, "hits", default="0"),
 )
 
 # The ledger summed by one axis at a time, over days and blocks of days (`rollups.py`), written in the
@@ -257,7 +257,7 @@ ledger_days = _table(
 ledger_rollups = _table(
     "ledger_rollups",
     *_key(period=sa.Integer, axis=sa.Text, team_id=sa.Integer, value=sa.Text),
-    *_columns(sa.BigInteger, "requests", *COUNTS, *KINDS, *HIT_SUMS, default="0"),
+    *_columns(sa.BigInteger, *SUMS, "hits", default="0"),
     sqlite_with_rowid=False,
 )
 

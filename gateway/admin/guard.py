@@ -45,6 +45,7 @@ from gateway.wire.errors import (
     ApiError,
     BadRequest,
     Forbidden,
+    MissingField,
     NotFound,
     RateLimited,
     TooLarge,
@@ -408,8 +409,8 @@ def _bad_request(error: RequestValidationError) -> BadRequest:
     # the first part is the place (body, query, path), the rest are names of fields
     path = ".".join(str(part) for part in first["loc"][1:])
     if first["type"] == "missing":
-        message = f"Missing required field: {path}" if path else "Send a body: a JSON object"
-        return BadRequest(message, param=path or None, code="missing_required_parameter")
+        nothing = BadRequest("Send a body: a JSON object", code=MissingField.code)
+        return MissingField(path, first["input"] or ()) if path else nothing
     if first["type"] == "extra_forbidden":
         return BadRequest(f"Unknown field: {path}", param=path, code="unknown_parameter")
     message = in_json_words(first["msg"].removeprefix("Value error, "))

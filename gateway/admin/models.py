@@ -517,9 +517,8 @@ _LedgerSum = Annotated[
         session="empty: requests without one",
         day="an ISO date, in UTC",
         is_other=Annotated[bool, Field(description="the users or tags beyond those that are counted apart")],
-        **dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens"), int),
         hits="answers that cost nothing: none of the `requests`, and of no deployment",
-        saved_microusd="what the hits would have cost, where that is known",
+        saved_microusd="the cost without Sameway, hits included, less the cost; of what is known",
         checks_microusd="of the cost: questions to verifiers, and checks of hits",
     ),
 ]

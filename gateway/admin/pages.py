@@ -195,7 +195,7 @@ def _add_history(router: APIRouter, parts: AdminParts, pages: Pages) -> None:
         if by in ("user", "tag", "region"):  # whose sums are kept by team and day alone
             where = replace(where, alias=None, deployment=None, tag=query.get("tag") or None if by == "tag" else None)
         shown = _DAYS_SHOWN if by == "day" else _SUMS_SHOWN
-        sums = await views.ledger_sums(parts, where, by, tag=where.tag, limit=shown) if by in queries.GROUPS else None
+        sums = await views.ledger_sums(parts, ([queries.GROUPS[by]], where), shown) if by in queries.GROUPS else None
         page = await views.ledger(parts, where, cursor or None, _LEDGER_PER_PAGE)
         totals = await parts.ledger.totals([Group.DAY], where)
         return pages.render(

@@ -7,7 +7,7 @@ import re
 from calendar import monthrange
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta
 from typing import Annotated, Any, Literal
 
@@ -124,6 +124,22 @@ def ledger_filter(
     )
 
 
+LedgerRows = Annotated[LedgerFilter, Depends(ledger_filter)]
+
+
+def ledger_groups(
+    where: LedgerRows,
+    by: Groups = "",
+    user: Label | None = None,
+    tag: Label | None = None,
+    tag_value: Label | None = None,
+) -> tuple[list[Group], LedgerFilter]:
+    """What sums of the ledger are grouped by, and their rows."""
+    groups = [GROUPS[name] for name in dict.fromkeys(by.split(",") if by else ())]
+    return groups, replace(where, user=user, tag=tag, tag_value=tag_value)
+
+
+LedgerGroups = Annotated[tuple[list[Group], LedgerFilter], Depends(ledger_groups)]
 DAY_S = 86_400
 
 
@@ -148,4 +164,3 @@ def periods(now_s: float) -> dict[str, tuple[date, date]]:
 
 
 Routes = Annotated[RouteFilter, Depends()]
-LedgerRows = Annotated[LedgerFilter, Depends(ledger_filter)]

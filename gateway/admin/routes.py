@@ -131,7 +131,14 @@ def _add_history(api: APIRouter) -> None:
     api.get("/ledger/sums")(views.ledger_sums)
     _add_files(api, "/savings", "savings", _savings, "All lines of savings that match, by day and team", _SAVINGS)
     _add_files(api, "/ledger", "ledger", _ledger, "All rows of the ledger that match", (*COLUMNS, "team", "key"))
-    _add_files(api, "/ledger/sums", "ledger_sums", _sums, "The sums of the ledger that match, up to `limit`", _SUMS)
+    _add_files(
+        api,
+        "/ledger/sums",
+        "ledger_sums",
+        views.ledger_sum_rows,
+        "All sums of the ledger that match, by their groups",
+        _SUMS,
+    )
 
 
 def _add_machine(api: APIRouter) -> None:
@@ -202,14 +209,6 @@ def _attached(name: str) -> dict[str, str]:
 
 async def _ledger(parts: WorkerParts, where: LedgerRows) -> _Rows:
     return views.ledger_rows(parts, where)
-
-
-async def _sums(sums: Annotated[models.LedgerSumsOut, Depends(views.ledger_sums)]) -> _Rows:
-    async def rows() -> _Rows:
-        for one in sums["sums"]:
-            yield one
-
-    return rows()
 
 
 async def _savings(parts: WorkerParts, where: savings_views.Saved) -> _Rows:

@@ -6,8 +6,7 @@ where they are the whole answer, the function raises.
 """
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -15,19 +14,18 @@ from pydantic import Field
 from redis.exceptions import RedisError
 
 from gateway import accounts
-from gateway.accounts.ledger import Group, flat_row
+from gateway.accounts.ledger import Group, LedgerTotal, flat_row
 from gateway.accounts.rollups import OTHER
 from gateway.admin import budgets, models
 from gateway.admin.guard import Acting
 from gateway.admin.parts import WorkerParts
 from gateway.admin.problems import problems
 from gateway.admin.queries import (
-    GROUPS,
     ROUTES_CURSOR,
-    Groups,
     Id,
     Label,
     LedgerCursor,
+    LedgerGroups,
     LedgerRows,
     Limit,
     Routes,
@@ -49,6 +47,7 @@ from gateway.wire.requests import OUTPUT_TOKENS_EXPECTED
 from policies import Demand
 
 _LEDGER_PAGE = 500
+SUMS_PAGE = 2_000
 _PROMPT_TOKENS_SHOWN = 500  # the prompt of predictions
 _SHOWN = Demand(_PROMPT_TOKENS_SHOWN, 0, 0)
 _ERRORS_SHOWN = 3
@@ -167,29 +166,34 @@ async def ledger(
 
 
 async def ledger_sums(
-    parts: WorkerParts,
-    where: LedgerRows,
-    by: Groups = "",
-    user: Label | None = None,
-    tag: Label | None = None,
-    tag_value: Label | None = None,
-    limit: Annotated[int, Field(ge=1, le=10_000), Whole] = 1_000,
+    parts: WorkerParts, groups: LedgerGroups, limit: Annotated[int, Field(ge=1, le=10_000), Whole] = 1_000
 ) -> models.LedgerSumsOut:
     """Sums of whole UTC days, with hits, by team, key, user, model, deployment, tag, region, session and day, those
     that cost most first. Users, tags and regions go with teams and days alone; the values of one tag are those of
     `tag`, without which `by=tag` gives their names; sessions are those of the last 8 days."""
-    groups = [GROUPS[name] for name in dict.fromkeys(by.split(",") if by else ())]
-    where = replace(where, user=user, tag=tag, tag_value=tag_value)
-    totals = await parts.ledger.totals(groups, where, limit + 1)
+    totals, shown = await parts.ledger.totals(*groups, limit + 1), await _sum_rows(parts)
+    return {"sums": list(map(shown, totals[:limit])), "has_more": len(totals) > limit}
+
+
+async def ledger_sum_rows(parts: WorkerParts, groups: LedgerGroups) -> AsyncIterator[dict[str, Any]]:
+    """All sums that `ledger_sums` has the dearest of, sorted by their groups. Raises Invalid."""
+    await parts.ledger.totals(*groups, 1)  # what cannot be summed is refused before the file begins
+    shown = await _sum_rows(parts)
+    return (shown(total) async for total in parts.ledger.each_total(*groups, SUMS_PAGE))
+
+
+async def _sum_rows(parts: WorkerParts) -> Callable[[LedgerTotal], dict[str, Any]]:
+    """A function from a sum to the values of a `LedgerSumOut`."""
     teams = {team.id: team.name for team in await parts.accounts.list_teams()}
     keys = {key.id: key for key in await parts.accounts.list_keys()}
 
     def shown(value: str | None) -> str | None:
         return value if value is None else "" if value == OTHER else value.removeprefix("=")
 
-    sums = [
-        {
-            **msgspec.structs.asdict(total.usage),
+    def row_of(total: LedgerTotal) -> dict[str, Any]:
+        key = None if total.key_id is None else keys.get(total.key_id)
+        team_id = key.team_id if key is not None else total.team_id
+        return {
             **msgspec.structs.asdict(total),
             "team_id": team_id,
             "team": None if team_id is None else teams.get(team_id),
@@ -199,11 +203,8 @@ async def ledger_sums(
             "tag": shown(total.tag),
             "is_other": OTHER in (total.user, total.tag),
         }
-        for total in totals[:limit]
-        for key in [None if total.key_id is None else keys.get(total.key_id)]
-        for team_id in [key.team_id if key is not None else total.team_id]
-    ]
-    return {"sums": sums, "has_more": len(totals) > limit}
+
+    return row_of
 
 
 async def ledger_rows(parts: WorkerParts, where: LedgerRows) -> AsyncIterator[dict[str, Any]]:

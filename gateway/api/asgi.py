@@ -13,17 +13,12 @@ import msgspec
 
 from gateway.accounts.database import is_down, name_of
 from gateway.api.headers import Headers, error_headers
-from gateway.backends.base import BackendBroken
+from gateway.backends.base import BackendBroken, BackendError
 from gateway.backends.refusals import from_backend
 from gateway.journey.bodies import BodyBroken, ClientGone
 from gateway.journey.turn import Ended
 from gateway.loggers import get_logger
-from gateway.wire.errors import (
-    ApiError,
-    BadRequest,
-    Unauthenticated,
-    Unavailable,
-)
+from gateway.wire.errors import ApiError, BadRequest, Unauthenticated, Unavailable
 
 _PIECE_BYTES = 64 << 10
 _KEY_HEADERS = frozenset({"api-key", "x-api-key"})  # of Azure's clients and of Anthropic's
@@ -162,6 +157,8 @@ def _translated(error: BaseException, request_id: str) -> tuple[ApiError | None,
         error = BadRequest("The body is nested too deeply", code="invalid_json")
     elif isinstance(error, msgspec.DecodeError):  # the light parse skipped the invalid part
         error = from_backend(BackendBroken("The deployment's answer is not JSON"))
+    elif isinstance(error, BackendError):
+        error = from_backend(error)
     elif is_down(error):
         _log.warning("database_failed", request_id=request_id, reason=name_of(error))
         error = Unavailable("The database does not answer; try again shortly", code="database_unavailable")

@@ -147,7 +147,7 @@ class AnswerEndpoint:
             identity = caller.identity if caller is not None else await self._pipeline.authenticate(*sent)
             body = self._pipeline.bodies.of(receive, headers, identity)
             turn, renderer = await self.read(Call(identity, arrival, headers, scope, body=body, send=send))
-            if doubts := warnings(turn.body, headers):
+            if doubts := warnings(turn.body, headers, turn.kind):
                 send = asgi.with_headers(send, lambda _: doubts)
             if not turn.body.keys() <= FIELDS.keys():
                 turn = apart_from_cache(turn, turn.body)

@@ -20,10 +20,9 @@ from gateway.api.memory import Item
 from gateway.api.response_events import PassedResponseRenderer, ResponseRenderer
 from gateway.api.responses import ResponseRequest, Responses, as_sent
 from gateway.backends.base import BackendBroken
-from gateway.backends.refusals import from_backend
 from gateway.journey.turn import Turn, read_turn
 from gateway.wire.carried import seal
-from gateway.wire.errors import BadRequest, BeyondChat
+from gateway.wire.errors import BeyondChat, MissingField
 from gateway.wire.requests import convert, decode_object
 from gateway.wire.types import CHAT, Chunk
 
@@ -57,7 +56,7 @@ class Compact(Responses):
         request: ResponseRequest = convert(body, ResponseRequest)
         given, team, previous_id = request.input, call.identity.team, request.previous_response_id
         if not given and not previous_id:
-            raise BadRequest("Missing required field: input", param="input", code="missing_required_parameter")
+            raise MissingField("input", body)
         inputs: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
         items = await self._memory.before(team, previous_id) if previous_id else []
         items += await self._memory.resolved(team, inputs)
@@ -89,7 +88,7 @@ class _Compacted(PlainRenderer):
         parts = [part for item in response["output"] if item.get("type") == "message" for part in item["content"]]
         summary = "".join([part["text"] for part in parts if part.get("type") == "output_text"])
         if response.get("status") != "completed" or not summary.strip():
-            raise from_backend(BackendBroken("The deployment wrote no whole summary: send the request again"))
+            raise BackendBroken("The deployment wrote no whole summary: send the request again")
         digits = self._response.id.removeprefix("resp_")
         compaction = {"id": f"cmp_{digits}_0", "type": "compaction", "encrypted_content": seal(summary)}
         return msgspec.json.encode(

@@ -180,6 +180,4 @@ def _wrong(name: str, value: str, expected: str) -> BadRequest:
 
 def listed(objects: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
     """OpenAI's list object with the first `limit` of `objects`."""
-    data = objects[:limit]
-    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(objects) > limit}
+    return {"object": "list", **page_of(objects[:limit], has_more=len(objects) > limit)}

@@ -18,7 +18,7 @@ from gateway.api.messages import InAnthropicsShape
 from gateway.batches.files import PURPOSES, File, Files, check_expiry, check_purpose, kept_s_of, key_of, storage_error
 from gateway.pipeline import Pipeline
 from gateway.transport.http_server import WHEN_GONE
-from gateway.wire.errors import BadRequest
+from gateway.wire.errors import BadRequest, MissingField
 from gateway.wire.forms import Form, boundary_of
 
 _PIECE_BYTES = 256 << 10
@@ -83,7 +83,7 @@ class FilesEndpoint(ObjectEndpoint):
             async for data in call.body.pieces(sys.maxsize):  # the upload has a bound of its own
                 for part, piece in form.read(data):
                     if part.name != _FILE:
-                        raise _missing()
+                        raise MissingField(_FILE)
                     if file not in (None, part):
                         raise BadRequest("A form has one file", param=_FILE, code="invalid_value")
                     file = part
@@ -93,7 +93,7 @@ class FilesEndpoint(ObjectEndpoint):
                     check_purpose(fields["purpose"])
             form.check()
             if file is None:
-                raise _missing()
+                raise MissingField(_FILE)
             purpose, expires_after_s = check_purpose(fields.get("purpose", self.purpose)), _expires_after(fields)
             kept_s = kept_s_of(call.identity.team, self._files.settings, expires_after_s)
             return await upload.keep(purpose, file.filename or "", kept_s)
@@ -151,10 +151,6 @@ class AnthropicFiles(InAnthropicsShape, FilesEndpoint):
         has_more, files = len(page) > limit, list(map(self.shown, page[:limit]))
         following = f"{_CURSOR}{files[-1]['id']}" if has_more and not is_back else None
         return page_of(files[::-1] if is_back else files, has_more) | {"next_page": following}
-
-
-def _missing() -> BadRequest:
-    return BadRequest("Missing required field: file", param=_FILE, code="missing_required_parameter")
 
 
 def _expires_after(fields: dict[str, str]) -> int | None:

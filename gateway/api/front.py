@@ -42,6 +42,7 @@ _OF_DEPLOYMENTS = (
 )
 
 _SLASHES = re.compile("/{2,}")
+_VERSIONS = re.compile("^(/v[12](?=/))+")  # `/v1/v1`: Anthropic's clients add theirs to a base URL
 _NAME = itemgetter(0)
 
 Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -55,7 +56,7 @@ class Front:
 
     `routes` is a map from a path to its endpoints by method, filled when the parts are open; in a
     path, `{name}` is any one part, and a last `*` one or more. A path below `/v1` is served without
-    it, too. Other paths go to `app`.
+    it and with two, too. Other paths go to `app`.
     """
 
     def __init__(self, app: Any, routes: Routes) -> None:
@@ -73,7 +74,7 @@ class Front:
         if methods is None:
             plain, model = _as_v1(_plain(path))
             methods = _methods_of(plain, routes)
-            below = f"/v1{plain.removeprefix('/v2')}"
+            below = f"/v1{_VERSIONS.sub('', plain)}"
             if methods is None and plain != _METRICS and (methods := _methods_of(below, routes)):
                 plain = below
             if methods is None and plain != "/v1" and not plain.startswith("/v1/"):

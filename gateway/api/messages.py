@@ -30,7 +30,7 @@ from gateway.deployments.fleet import Fleet
 from gateway.journey.turn import Turn, turn_of
 from gateway.pipeline import Pipeline
 from gateway.wire.carried import is_signed, restore
-from gateway.wire.errors import ApiError, BadRequest, BeyondChat, ThreadUnsupported
+from gateway.wire.errors import ApiError, BadRequest, BeyondChat, MissingField, ThreadUnsupported
 from gateway.wire.requests import (
     BOM,
     MESSAGES_MAX,
@@ -554,8 +554,7 @@ def _tool_choice(choice: _Choice | None) -> str | dict[str, Any] | None:
     if choice.type != "tool":
         return {"any": "required", "none": "none"}[choice.type]
     if choice.name is None:
-        param = "tool_choice.name"
-        raise BadRequest(f"Missing required field: {param}", param=param, code="missing_required_parameter")
+        raise MissingField("tool_choice.name")
     return {"type": "function", "function": {"name": choice.name}}
 
 

@@ -28,7 +28,7 @@ from gateway.api.tokens import counted
 from gateway.journey.turn import Turn, read_controls, read_turn
 from gateway.pipeline import Pipeline
 from gateway.wire.carried import is_signed, restore, unsealed
-from gateway.wire.errors import BadRequest, BeyondChat, shown
+from gateway.wire.errors import BadRequest, BeyondChat, MissingField, shown
 from gateway.wire.requests import MESSAGES_MAX, convert, decode_object
 from gateway.wire.types import CHAT, RESPONSE, Kind
 
@@ -226,7 +226,7 @@ async def as_sent(
             code="mutually_exclusive_parameters",
         )
     if request.input is None and previous_id is None and conversation_id is None:
-        raise BadRequest("Missing required field: input", param="input", code="missing_required_parameter")
+        raise MissingField("input", body)
     inputs: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
     inputs = items = await memory.resolved(identity.team, inputs)
     if previous_id is not None or conversation_id is not None:

@@ -15,6 +15,7 @@ from cache.fingerprint import FIELDS, TURN_FIELDS
 from gateway.api.headers import Headers
 from gateway.reserved import FIELDS as RESERVED
 from gateway.wire.requests import SHAPES
+from gateway.wire.types import CHAT, Kind
 
 _TYPOS_MAX, _OBJECTS_MAX, _FIELDS_MAX, _LENGTH_MAX = 4, 32, 200, 40
 _INSIDE = """
@@ -31,9 +32,20 @@ _HEADERS = ("x-sameway-session", "x-sameway-tags")
 _WAYS = f"is no header that Sameway reads: it reads {', '.join(_HEADERS)}, and Cache-Control for the cache"
 
 
-def warnings(body: dict[str, Any], headers: Mapping[str, str]) -> Headers:
+_IN_A_CHAT = {
+    "instructions": "a message of the role `system`",
+    "max_output_tokens": "`max_completion_tokens`",
+    "stop_sequences": "`stop`",
+    "system": "a message of the role `system`",
+}
+"""What a chat has in place of fields of the two other APIs, which most servers ignore."""
+
+
+def warnings(body: dict[str, Any], headers: Mapping[str, str], kind: Kind) -> Headers:
     """The `x-sameway-warning` headers for a request's `body` and its `headers`, by lower-case name."""
     said = _said(_unknown(body), _NAMES, "is no field that Sameway knows")
+    if kind is CHAT:
+        said += [f"{name} is no field of a chat: send {way}" for name, way in _IN_A_CHAT.items() if name in body]
     if directives := headers.get("cache-control"):
         given = {part.partition("=")[0].strip().lower() for part in directives.split(",")}
         said += _said(given - _DIRECTIVES, _DIRECTIVES, "is no directive of Cache-Control")
@@ -67,9 +79,14 @@ def _meant(name: str, names: frozenset[str]) -> str:
     if not name.isascii() or not name.replace("-", "_").isidentifier():
         return ""
     plain, known = _plain(name), {_plain(one): one for one in names}
-    twins = [one for one in known if sorted(one) == sorted(plain)]  # a turned pair: `cahce`
-    near = twins or get_close_matches(plain, known, n=1, cutoff=0.85)
+    close = get_close_matches(plain, known, cutoff=0.8)
+    near = [one for one in close if not _shorter(plain).isdisjoint(_shorter(one))]  # `customer` is not `custom`
     return known[near[0]] if near else ""
+
+
+def _shorter(name: str) -> set[str]:
+    """`name`, and without one of its letters: names that share one are a letter or a turned pair apart."""
+    return {name, *(name[:at] + name[at + 1 :] for at in range(len(name)))}
 
 
 def _plain(name: str) -> str:

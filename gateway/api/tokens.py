@@ -4,17 +4,13 @@ Shapes: vLLM's server, "Tokenizer API". Invariant: the tokens of a conversation 
 generation reads; a field that would change them otherwise is refused by its name.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from gateway.api.endpoint import Call, ObjectEndpoint
-from gateway.backends.base import BackendError
 from gateway.backends.local.backend import LocalBackend
-from gateway.backends.refusals import from_backend
 from gateway.deployments.alias import Alias
 from gateway.pipeline import Pipeline
 from gateway.wire.errors import BadRequest, NotFound
@@ -90,7 +86,7 @@ async def counted(alias: Alias, body: dict[str, Any], kind: Kind = CHAT) -> int:
     """The number of a prompt's tokens.
 
     The alias's local engine counts a chat without tools, unless its bytes are far beyond the
-    engine's context. Otherwise the number is the estimate of routing and budgets. Raises ApiError.
+    engine's context. Otherwise the number is the estimate of routing and budgets. Raises ApiError, BackendError.
     """
     raw, backend = msgspec.json.encode(body), _engine_of(alias)
     estimated = convert(body, SHAPES[kind.name]).demand(raw, body).prompt_tokens
@@ -98,20 +94,9 @@ async def counted(alias: Alias, body: dict[str, Any], kind: Kind = CHAT) -> int:
         return int(estimated)
     if len(raw) > BYTES_PER_TOKEN_MAX * (backend.load(0).context_tokens_max or 0):
         return int(estimated)
-    with _refusing():
-        ids, _ = await backend.tokenize(
-            {"messages": body["messages"]}, has_special=False, opens_answer=True, wants_texts=False
-        )
+    asked = {"messages": body["messages"]}
+    ids, _ = await backend.tokenize(asked, has_special=False, opens_answer=True, wants_texts=False)
     return len(ids)
-
-
-@contextmanager
-def _refusing() -> Iterator[None]:
-    """Translate an engine's errors into errors for the client. Raises ApiError."""
-    try:
-        yield
-    except BackendError as error:
-        raise from_backend(error) from None
 
 
 class TokenizeEndpoint(_OfEngine):
@@ -133,13 +118,12 @@ class TokenizeEndpoint(_OfEngine):
         param = "prompt" if request.messages is None else "messages"
         backend, context_tokens = self.engine(call, request.model, len(msgspec.json.encode(body[param])), param)
         has_special = request.add_special_tokens
-        with _refusing():
-            ids, texts = await backend.tokenize(
-                {param: body[param]},
-                has_special=request.messages is None if has_special is None else has_special,
-                opens_answer=request.add_generation_prompt,
-                wants_texts=bool(request.return_token_strs),
-            )
+        ids, texts = await backend.tokenize(
+            {param: body[param]},
+            has_special=request.messages is None if has_special is None else has_special,
+            opens_answer=request.add_generation_prompt,
+            wants_texts=bool(request.return_token_strs),
+        )
         return {"count": len(ids), "max_model_len": context_tokens, "tokens": ids, "token_strs": texts}
 
 
@@ -151,5 +135,4 @@ class DetokenizeEndpoint(_OfEngine):
     async def answer(self, call: Call) -> Any:
         request: DetokenizeRequest = convert(await self.named(call), DetokenizeRequest)
         backend, _ = self.engine(call, request.model, len(request.tokens), "tokens")
-        with _refusing():
-            return {"prompt": await backend.detokenize(request.tokens)}
+        return {"prompt": await backend.detokenize(request.tokens)}

@@ -155,7 +155,7 @@ class RecordedAnswers:
         if refusal is not None:
             return Stored(spent, None, refusal.value)
         entry = _entry_of(flight, spent, ttl_s, stale_s, is_findable=is_findable)
-        if self._exact.is_purged(entry, generation.turn.arrival.at_s):
+        if self._exact.purges.reach(entry, generation.turn.arrival.at_s):
             return Stored(spent, None, Refusal.PURGED.value)
         self._exact.store_local(entry)
         return Stored(spent, entry, "stored")
@@ -173,14 +173,13 @@ class RecordedAnswers:
         return works
 
     async def _store(self, generation: Generation) -> None:
-        looked, stored = generation.looked, generation.stored
+        looked, stored, asked_at = generation.looked, generation.stored, generation.turn.arrival.at_s
         fingerprint, entry, is_claimed = looked.fingerprint, stored.entry, looked.is_claimed
         is_hinted = generation.alias.is_hinted and self._settings.is_exact  # else no lookup asks for hints
         deployment = generation.deployment if is_hinted else None
         try:
             if entry is not None:
                 words = looked.words_key if entry.text is not None else None
-                asked_at = generation.turn.arrival.at_s
                 result = await self._exact.store(entry, deployment, fingerprint.chain, words, asked_at)
                 if result.refusal is not None:
                     generation.stored = replace(stored, outcome=result.refusal.value)

@@ -4,6 +4,7 @@
     ├── ClientError            the base of the client's faults
     ├── BadRequest         400 the request is not valid, `param` names the field
     │   ├── BeyondChat     400 no chat completion can express the request
+    │   ├── MissingField   400
     │   └── ThreadUnsupported 400 a conversation that the provider would keep
     ├── LoopRefused        400 the agent repeats itself
     ├── GuardRefused       400 the company's guard refused its texts, or those of the answer
@@ -33,6 +34,8 @@ path or a stack trace.
 
 import math
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from itertools import islice
 from typing import Any, ClassVar
 
 import msgspec
@@ -40,6 +43,8 @@ import msgspec
 from policies.durations import duration_s
 
 _WORDS_MAX = 500
+_NAMES_MAX, _NAME_CHARS_MAX = 100, 40
+_MAIN_FIELDS = {"messages": "/v1/chat/completions", "input": "/v1/responses", "prompt": "/v1/completions"}
 _NO_RETRY = {"x-should-retry": "false"}  # the official SDKs would send it again
 
 
@@ -124,20 +129,31 @@ class BeyondChat(BadRequest):
         super().__init__(message, param=param)
 
 
+class MissingField(BadRequest):
+    """The required field `param` is missing. `given` are the names in its place: one may be misspelt, or another API's."""
+
+    code = "missing_required_parameter"
+
+    def __init__(self, param: str, given: Iterable[str] = ()) -> None:
+        names = [name for name in islice(given, _NAMES_MAX) if len(name) <= _NAME_CHARS_MAX]
+        last = param.rpartition(".")[2]
+        near = get_close_matches(last, names, n=1, cutoff=0.7)
+        near += [f"{name}, of {of}" for name, of in _MAIN_FIELDS.items() if name in names and last in _MAIN_FIELDS]
+        hint = f"; instead there is {shown(near[0])}" if near else ""
+        super().__init__(f"Missing required field: {param}{hint}", param=param)
+
+
 class ThreadUnsupported(BadRequest):
     """The provider would keep the conversation, where no team owns it and no cache sees it.
 
     Anthropic's SDKs then send the whole conversation (anthropic-sdk-python, lib/threads).
     """
 
+    code = "unsupported_parameter"
     details: ClassVar[Mapping[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
     def __init__(self) -> None:
-        super().__init__(
-            "`thread` is not supported here: send the whole conversation as `messages`",
-            param="thread",
-            code="unsupported_parameter",
-        )
+        super().__init__("`thread` is not supported here: send the whole conversation as `messages`", param="thread")
 
 
 class Unauthenticated(ClientError):

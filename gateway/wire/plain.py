@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from gateway.reserved import calls_of, reserved_names
 from gateway.wire.chunks import UNREADABLE
-from gateway.wire.errors import BadRequest
+from gateway.wire.errors import BadRequest, MissingField
 from gateway.wire.types import (
     EMBEDDING,
     IMAGE,
@@ -191,7 +191,7 @@ class ImageEditRequest(ImageRequest, kw_only=True):
         ]
         images = [one for one in (self.image, self.mask, *images_given) if one is not None and type(one) is not list]
         if not images:
-            raise BadRequest("Missing required field: image", param="image", code="missing_required_parameter")
+            raise MissingField("image")
         return len(images)
 
 

@@ -9,7 +9,8 @@ tells; a field that cannot be read costs that field, and never the answer.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, getitem
 from typing import Any, ClassVar
 
 import msgspec
@@ -425,10 +426,13 @@ def field_of(value: Any, failure: msgspec.ValidationError) -> tuple[Any, Any, st
     Raises LookupError, TypeError or ValueError where there is none.
     """
     expected, path = _FAILED_FIELD.findall(str(failure))[-1]
-    *steps, last = [int(at) if at else name for name, at in _STEP.findall(path)]
-    for step in steps:
-        value = value[step]
-    return value, last, expected
+    *steps, last = steps_of(path)
+    return reduce(getitem, steps, value), last, expected
+
+
+def steps_of(path: str) -> list[Any]:
+    """The names and indices of a path as msgspec writes it: `.messages[0].role`."""
+    return [int(at) if at else name for name, at in _STEP.findall(path)]
 
 
 def _mend(piece: dict[str, Any], failure: msgspec.ValidationError) -> None:

@@ -8,17 +8,17 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cache
-from operator import attrgetter
+from functools import cache, reduce
+from operator import attrgetter, getitem
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from gateway.reserved import calls_of, is_googles, may_name_urls, reserved_names
-from gateway.wire.errors import BadRequest
+from gateway.wire.errors import BadRequest, MissingField
 from gateway.wire.plain import BYTES_PER_TOKEN, MEDIA_TOKENS_MAX, OUTPUT_TOKENS_MAX, PLAIN_SHAPES
-from gateway.wire.reader import field_of
+from gateway.wire.reader import field_of, steps_of
 from gateway.wire.types import CHAT, COMPLETION, prompts_of
 from policies import Demand
 
@@ -142,13 +142,16 @@ class ChatRequest(_Request, kw_only=True):
         """Raise BadRequest for a message without the content that its role requires."""
         for index, message in enumerate(self.messages):
             if message.content is None and message.role in SPEAKERS:
-                raise _without_content(f"messages[{index}].content", is_null="content" in body["messages"][index])
+                given, param = body["messages"][index], f"messages[{index}].content"
+                if "content" not in given:
+                    raise MissingField(param, given)
+                words = f"Invalid {param}: Expected `string | array`, got `null`"
+                raise BadRequest(words, param=param, code="invalid_type")
 
     def _check_tools(self, tools: list[dict[str, Any]]) -> None:
         for index, tool in enumerate(tools):
             if tool.get("type") is None and not is_googles(tool):
-                param = f"tools[{index}].type"
-                raise BadRequest(f"Missing required field: {param}", param=param, code="missing_required_parameter")
+                raise MissingField(f"tools[{index}].type", tool)
 
 
 _ASKING = frozenset({"tools", "functions", "response_format", "logprobs", "n", "best_of", "audio", "modalities"})
@@ -242,12 +245,6 @@ def _demand(
 SPEAKERS = frozenset({"system", "developer", "user", "tool"})
 
 
-def _without_content(param: str, is_null: bool) -> BadRequest:
-    if is_null:
-        return BadRequest(f"Invalid {param}: Expected `string | array`, got `null`", param=param, code="invalid_type")
-    return BadRequest(f"Missing required field: {param}", param=param, code="missing_required_parameter")
-
-
 def decode_object(raw: bytes, model: str | None = None) -> dict[str, Any]:
     """The JSON object in `raw`; `model`, if given, replaces its field. Raises BadRequest."""
     try:
@@ -306,10 +303,11 @@ def convert(body: dict[str, Any], shape: type[Any], prefix: str = "", *, is_stri
             values = ", ".join(_allowed(_type_of(shape), _PATH_PARTS.findall(path)))
         if problem.startswith(_ABOUT_FIELDS):
             param = ".".join(part for part in (param, problem.split("`")[1]) if part)
-            message, code = f"Missing required field: {param}", "missing_required_parameter"
-            if problem.startswith(_UNKNOWN):
-                message, code = f"Unknown field: {param}; there is {values}", "unknown_parameter"
-            raise BadRequest(message, param=param, code=code) from None
+            if problem.startswith(_MISSING):
+                given = () if "[...]" in path else reduce(getitem, steps_of(path), body)
+                raise MissingField(param, given) from None
+            problem = f"Unknown field: {param}; there is {values}"
+            raise BadRequest(problem, param=param, code="unknown_parameter") from None
         code = "invalid_type" if "got" in problem else "invalid_value"
         if values:
             problem = f"expected one of {values}, got {problem[problem.index(_QUOTE) :]}"
@@ -326,7 +324,7 @@ def _has_whole_number(body: Any, failure: msgspec.ValidationError) -> bool:
     return False
 
 
-_ABOUT_FIELDS = ("Object missing required field", _UNKNOWN := "Object contains unknown field")
+_ABOUT_FIELDS = (_MISSING := "Object missing required field", _UNKNOWN := "Object contains unknown field")
 _ONE_OF = (_UNKNOWN, "Invalid enum value '", "Invalid value '")  # the last: of a field that tells structs apart
 _QUOTE = "'"
 _type_of: Callable[[Any], Any] = cache(msgspec.inspect.type_info)  # of few shapes; each call leaves a cycle
@@ -391,12 +389,13 @@ _PYDANTICS = re.compile(r"valid (dictionary|tuple|list)\b|\bNone\b")
 
 
 def json_name(value: Any) -> str:
-    names = {
-        list: "an array",
-        str: "a string",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        type(None): "null",
-    }
-    return names.get(type(value), "an object")
+    return _JSON_NAMES.get(type(value), "an object")
+
+
+_JSON_NAMES = {
+    list: "an array",
+    str: "a string",
+    bool: "a boolean",
+    type(None): "null",
+    **dict.fromkeys((int, float), "a number"),
+}

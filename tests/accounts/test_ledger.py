@@ -28,6 +28,21 @@ def ledger(accounts: Accounts) -> Ledger:
     return Ledger(accounts.database)
 
 
+def hits_of(at_ms: int) -> HitsRow:
+    """Two hits at `at_ms` that saved 5 µUSD."""
+    return HitsRow(
+        id=f"h{at_ms}",
+        at_ms=at_ms,
+        team_id=1,
+        key_id=1,
+        alias="a",
+        source="exact",
+        requests=2,
+        unknown=0,
+        baseline_microusd=5,
+    )
+
+
 def make_rows(count: int, seed: int = 0) -> list[LedgerRow]:
     chance = random.Random(seed)
     return [
@@ -64,7 +79,7 @@ async def test_writers_at_once_agree(ledger: Ledger) -> None:
     written = await asyncio.gather(*(ledger.append(rows[start : start + 250]) for start in (0, 50, 100, 150)))
     assert sum(written) == 400
     [total] = await ledger.totals([])
-    assert (total.requests, total.usage.completion_tokens) == (400, sum(row.usage.completion_tokens for row in rows))
+    assert (total.requests, total.completion_tokens) == (400, sum(row.usage.completion_tokens for row in rows))
 
 
 async def test_cancelled_writers_leave_the_database_free(ledger: Ledger) -> None:

@@ -17,7 +17,7 @@ import pytest
 import sqlalchemy as sa
 from redis.asyncio import Redis
 
-from gateway.accounts import HitsRow, LedgerRow, schema
+from gateway.accounts import LedgerRow, schema
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.database import Database
 from gateway.accounts.ledger import COLUMNS, Ledger, LedgerFilter, flat_row
@@ -25,7 +25,7 @@ from gateway.accounts.ledger_files import LedgerFiles
 from gateway.accounts.months import forget
 from gateway.transport.contents import contents_at
 from tests.accounts.conftest import fork
-from tests.accounts.test_ledger import make_rows
+from tests.accounts.test_ledger import hits_of, make_rows
 from tests.services import run_s3
 
 START_MS = int(datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp() * 1000)
@@ -67,18 +67,7 @@ async def test_each_hour_is_a_file(ledger: Ledger, tmp_path: Path) -> None:
     hour's file anew, and no other."""
     rows = rows_of_hours()
     await ledger.append(rows)
-    hit = HitsRow(
-        id="h",
-        at_ms=START_MS + 7,
-        team_id=1,
-        key_id=1,
-        alias="a",
-        source="exact",
-        requests=2,
-        unknown=0,
-        baseline_microusd=5,
-    )
-    await ledger.append_hits([hit])
+    await ledger.append_hits([hits_of(START_MS + 7)])
     files = files_of(ledger, tmp_path.as_uri())
     assert await write_all(files) == 3
     names = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "ledger").rglob("*") if path.is_file())

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
-from gateway.accounts import HitsRow, LedgerRow, schema
+from gateway.accounts import LedgerRow, schema
 from gateway.accounts.accounts import Accounts
 from gateway.accounts.audit import LEDGER_DROPPED, Audit
 from gateway.accounts.ledger import Group, Ledger, LedgerFilter
 from gateway.accounts.months import forget, month_of
 from policies import WindowKind
 from policies.windows import window_at
-from tests.accounts.test_ledger import make_rows
+from tests.accounts.test_ledger import hits_of, make_rows
 
 
 @pytest.fixture
@@ -42,20 +42,6 @@ def rows_of_months() -> list[LedgerRow]:
         for at_ms in (month.start_ms, month.end_ms - 1, *(month.start_ms + day * 86_400_000 for day in range(8)))
     ]
     return [msgspec.structs.replace(row, at_ms=at_ms) for row, at_ms in zip(rows, moments, strict=True)]
-
-
-def hits_of(at_ms: int) -> HitsRow:
-    return HitsRow(
-        id=f"h{at_ms}",
-        at_ms=at_ms,
-        team_id=1,
-        key_id=1,
-        alias="a",
-        source="exact",
-        requests=2,
-        unknown=0,
-        baseline_microusd=5,
-    )
 
 
 async def test_a_month_is_removed_whole_and_its_sums_stay(ledger: Ledger) -> None:

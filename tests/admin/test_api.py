@@ -419,14 +419,21 @@ async def test_why_prompts_do_not_hit(world: World, client: httpx.AsyncClient) -
         world.stats.add(miss(request_id=f"req_{number}", alias="a", miss_reason=reason))
     world.stats.add(miss(request_id="req_5", alias="b", miss_reason="a reason of tomorrow"))
     world.stats.add(miss(request_id="req_6", alias="b", cache="exact", miss_reason=""))
+    world.stats.add(miss(request_id="req_7", alias="c", miss_reason="words"))
     await world.stats.flush()
     found = (await client.get("/admin/api/cache/misses")).json()
-    assert found["misses"] == 5
+    assert found["misses"] == 6
     told = [(one["model"], one["cause"], one["count"], one["share"]) for one in found["causes"]]
-    assert told == [("a", "vetoes", 3, 0.75), ("a", "documents", 1, 0.25), ("b", "other", 1, 1.0)]
+    assert told == [
+        ("a", "vetoes", 3, 0.75),
+        ("a", "documents", 1, 0.25),
+        ("b", "other", 1, 1.0),
+        ("c", "doubt", 1, 1.0),
+    ]
     assert found["causes"][0]["example"]["nearest"] == "a near prompt"
     assert found["causes"][0]["example"]["request_id"] == "req_1"
     assert "other questions" in found["causes"][0]["advice"]
+    assert "name one in `cache.verifier`" in found["causes"][-1]["advice"]
 
 
 async def test_what_would_save_most_comes_first(world: World, client: httpx.AsyncClient) -> None:
@@ -474,6 +481,7 @@ async def test_the_ledger_in_pages_and_as_csv(world: World, client: httpx.AsyncC
 async def test_the_ledger_as_parquet(world: World, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the rows of the CSV with their types, also over several groups and none; without the extra it is refused."""
     monkeypatch.setattr("gateway.accounts.parquet.GROUP_ROWS", 3)
+    monkeypatch.setattr("gateway.admin.views.SUMS_PAGE", 2)
     for number in range(7):
         await world.spend(1, 100 + number, number, usage_estimated=number == 6, user="=ann", baseline_microusd=None)
     reply = await client.get("/admin/api/ledger.parquet?team_id=1")
@@ -498,6 +506,11 @@ async def test_the_ledger_as_parquet(world: World, client: httpx.AsyncClient, mo
         names = parquet.read_schema(io.BytesIO(as_table.content)).names
         assert as_text.text.splitlines()[0].split(",") == names, path
         assert {"ledger": {"session", "region"}, "ledger/sums": {"session", "hits"}}.get(path, set()) <= set(names)
+    for number in range(5):
+        await world.spend(1, 1, 10 + number, user=f"u{number}")
+    whole = csv.DictReader((await client.get("/admin/api/ledger/sums.csv?by=user,day")).text.splitlines())
+    assert [row["user"] for row in whole] == ["'=ann", *(f"u{number}" for number in range(5))]
+    assert (await client.get("/admin/api/ledger/sums.csv?by=user,model")).status_code == 400
     none = await client.get("/admin/api/ledger.parquet?team_id=99")
     assert parquet.read_table(io.BytesIO(none.content)).num_rows == 0
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -361,12 +361,16 @@ async def test_a_request_says_where_its_time_and_money_went(world: World, browse
     for words in (
         "semantic lookup",
         "55 ms",
-        "a verifier settles it",
+        "The verifier small said: no.",
         "of which 1,000 make",
         "of which 500 make",
         "user &lt;b&gt;ann",
     ):
         assert words in page
+    assert "name one in" not in page
+    world.stats.add(miss(request_id="req_unasked", miss_reason="words"))
+    await world.stats.flush()
+    assert "A verifier can: name one in" in (await browser.get("/admin/requests")).text
 
 
 async def test_deployments_tell_how_they_are(world: World, browser: httpx.AsyncClient) -> None:
@@ -825,7 +829,7 @@ async def test_the_ledger_is_summed_by_user_tag_and_others(world: World, browser
     assert "<th>deleted key 77<" in keys
     sessions = (await browser.get("/admin/ledger?by=session&team_id=7")).text
     assert sessions.index("<th>run-1") < sessions.index("last 8 days")
-    assert '<td class="n good" data-label="Saved by hits">$0.00005<' in sessions
+    assert '<td class="n good" data-label="Saved">$0.00005<' in sessions
     assert "<th>none given<" in (await browser.get("/admin/ledger?by=session")).text
     days = (await browser.get("/admin/ledger?by=day")).text
     assert days.index("<th>2040-05-16") < days.index("<th>2040-05-17")

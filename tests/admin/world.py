@@ -184,7 +184,7 @@ class World:
         )
         await self.exact.store(entry)
         self.known_texts[prompt] = asked.exact
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while self.admin.semantic.status.entries < len(self.known_texts):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         return entry

@@ -475,7 +475,7 @@ async def test_a_broken_answer_is_never_a_finished_one(engine: ScriptedEngine, l
         await collect_into(seen, local.stream(ask(idle_s=0.2)))
     assert [chunk.has_content for chunk in seen] == [False, True]
     if end == "silent":
-        await asyncio.wait_for(engine.aborted.wait(), 5)
+        await asyncio.wait_for(engine.aborted.wait(), 30)
 
 
 async def test_leaving_aborts_in_the_engine(engine: ScriptedEngine, local: LocalBackend) -> None:
@@ -484,7 +484,7 @@ async def test_leaving_aborts_in_the_engine(engine: ScriptedEngine, local: Local
     stream = local.stream(ask())
     await anext(stream)
     await stream.aclose()
-    await asyncio.wait_for(engine.aborted.wait(), 5)
+    await asyncio.wait_for(engine.aborted.wait(), 30)
     with pytest.raises(BackendBroken):
         await anext(stream)
 
@@ -496,12 +496,12 @@ async def test_leaving_aborts_in_the_engine(engine: ScriptedEngine, local: Local
     await stream.aclose()
     with pytest.raises(BackendBroken):
         await reader
-    await asyncio.wait_for(engine.aborted.wait(), 5)
+    await asyncio.wait_for(engine.aborted.wait(), 30)
 
     engine.aborted.clear()
     with pytest.raises(BackendTimeout):
         await collect(local.stream(ask(ttft_s=0.05)))
-    await asyncio.wait_for(engine.aborted.wait(), 5)
+    await asyncio.wait_for(engine.aborted.wait(), 30)
 
     engine.aborted.clear()
     engine.script = lambda request: told(Output(text="a", finish_reason="stop"), usage=USAGE)
@@ -526,7 +526,7 @@ async def test_a_request_that_kills_the_engine_is_refused(engine: ScriptedEngine
         return told(Output(text="well", finish_reason="stop"), usage=USAGE) if said == "again" else []
 
     async def back() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not local.engine.load().is_ready:  # noqa: ASYNC110 - the client has no event for this
                 await asyncio.sleep(0.01)
 
@@ -570,7 +570,7 @@ async def test_load_is_what_the_engine_pushed(engine: ScriptedEngine, local: Loc
     engine.load = EngineLoad(progress=0.42, stage="reading weights")
     loading = make_local(engine.path)
     await loading.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not loading.engine.load().is_connected:  # noqa: ASYNC110 - the client has no event for this
             await asyncio.sleep(0.01)
     assert loading.load(1).reason == "the model is loading: 42% (reading weights)"
@@ -582,7 +582,7 @@ async def test_an_engine_that_is_gone_says_why(engine: ScriptedEngine, local: Lo
     waits for one that is not started again, nor for one that dies each time before it is ready."""
 
     async def until_said(word: str) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while word not in local.load(1).why:  # noqa: ASYNC110 - the client has no event for this
                 await asyncio.sleep(0.01)
 
@@ -600,7 +600,7 @@ async def test_an_engine_that_is_gone_says_why(engine: ScriptedEngine, local: Lo
     assert not local.load(1).is_starting
     engine.load = READY
     await engine.start(engine.path)
-    await asyncio.wait_for(local.engine.wait_ready(), 5)
+    await asyncio.wait_for(local.engine.wait_ready(), 30)
     assert (local.load(1).is_ready, local.load(1).why) == (True, "")
     write_ended(engine.path, EngineEnded("there is no model at /nowhere", is_final=True))
     await engine.stop()

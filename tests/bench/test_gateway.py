@@ -152,7 +152,6 @@ def test_systems_say_what_they_lack() -> None:
             assert peer.configuration(setup)
 
 
-@pytest.mark.long  # on a busy machine one Ctrl-C in three was lost, and why is not known yet
 def test_an_interrupted_bench_leaves_nothing_running() -> None:
     """Ctrl-C in the middle of a measurement ends the upstream and the load tool, and prints what there is."""
     for name in ("stub", "load"):  # their compiler is no part of a measurement

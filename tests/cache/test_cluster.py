@@ -85,7 +85,7 @@ async def test_a_cluster_sends_its_log(cluster: Any) -> None:
         listening = asyncio.create_task(follower.listen())
         for number in range(3):
             await ExactCache(links[0]).store(entry_for(ask(f"text {number}"), time.time()))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while not isinstance(cache.lookup([query(f"TEXT {number}")])[0], Hit):
                     await follower.catch_up()
                     await asyncio.sleep(0.001)

@@ -384,7 +384,7 @@ async def test_a_purge_removes_what_matches_everywhere(
         for name, entry in entries.items():  # as if its request had come before the purge, and then after it
             assert entry is not None
             late = await reader.store(entry, asked_at=clock.now - 1)
-            assert (late.refusal is Refusal.PURGED) is reader.is_purged(entry, clock.now - 1) is (name in expected)
+            assert (late.refusal is Refusal.PURGED) is reader.purges.reach(entry, clock.now - 1) is (name in expected)
             assert ((await purger.lookup(fps[name])).entry is None) is (name in expected)
             assert (await reader.store(entry, asked_at=clock.now + 1)).refusal is None
 

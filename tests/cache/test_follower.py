@@ -77,7 +77,7 @@ async def test_what_redis_sent_is_folded_before_a_lookup(
     listening = asyncio.create_task(host.follower.listen())
     for text in ("one", "two", "three"):
         await put(exact, text)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not isinstance(host.cache.lookup([query(text.upper())])[0], Hit):
                 await asyncio.sleep(0.001)
                 await host.follower.catch_up()

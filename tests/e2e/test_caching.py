@@ -118,7 +118,7 @@ def test_what_is_not_complete_is_not_stored(gateway: Gateway, upstream: Upstream
             reply = gateway.chat(asked, model=model, stream=is_stream)
             source = reply.headers.get("x-sameway-cache", "miss")
         assert source == "miss"
-    wait_for(lambda: any(r.get("store") == reason for r in gateway.records()), 5)
+    wait_for(lambda: any(r.get("store") == reason for r in gateway.records()))
 
 
 def test_a_fallbacks_answer_is_not_stored(gateway: Gateway) -> None:

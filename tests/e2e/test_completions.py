@@ -117,7 +117,7 @@ def test_the_length_is_openai_s_and_what_has_it_is_whole(gateway: Gateway, clien
         ]
         return any(r.get("store") == "stored" and r["cost_microusd"] > 0 for r in found)
 
-    wait_for(is_recorded, 5)
+    wait_for(is_recorded)
 
 
 def test_a_text_is_never_found_by_meaning(gateway: Gateway, client: OpenAI) -> None:

@@ -88,6 +88,8 @@ def test_what_was_spent_and_asked_is_a_table_for_people(console: Console, gatewa
     wait_for(lambda: console.json("requests", "--request-id", asked)["routes"] != [])
     wait_for(lambda: console.json("spend", "--by", "team")["sums"] != [])
     assert "cost_usd" in console.run("spend", "--by", "team")
+    assert "baseline_usd" in console.run("savings")
+    assert console.run("savings", "csv").startswith("day,team_id,team,line")
     gateway.chat(f"spent {uuid.uuid4().hex}", user="\x1b]0;title\x07\x9b31m")
     wait_for(lambda: "title" in console.run("spend", "--by", "user"))
     for told in (console.run("spend", "--by", "user"), console.run("spend", "--by", "user", "--json")):

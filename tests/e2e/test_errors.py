@@ -18,6 +18,7 @@ from gateway.api.spelling import warnings
 from gateway.app import create_app
 from gateway.settings import Settings
 from gateway.wire.texts import texts_in
+from gateway.wire.types import CHAT
 from tests.e2e.gateway import API_KEY, Gateway, wait_for
 from tests.e2e.test_routing import record_of
 from tests.e2e.upstream import Upstream
@@ -155,7 +156,7 @@ def test_body_over_the_limit(gateway: Gateway) -> None:
         ("GET", "/v1", 404),
         ("GET", "/v1/modelsX", 404),
         ("GET", "/v1x", 404),
-        ("POST", "/v1/v1/chat/completions", 404),
+        ("POST", "/v1/openai/v1/chat/completions", 404),
     ],
 )
 def test_unknown_routes(gateway: Gateway, method: str, path: str, status: int) -> None:
@@ -253,13 +254,50 @@ def test_a_misspelt_name_is_told(gateway: Gateway) -> None:
         assert "_tokens?" in reply.headers["x-sameway-warning"] or "dimensions?" in reply.headers["x-sameway-warning"]
 
 
+def test_a_misspelt_required_field_is_told(gateway: Gateway) -> None:
+    """The 400 names what was sent in its place: a near name, at any depth, or the main field of another API."""
+
+    def told(path: str, **body: Any) -> str:
+        key = {"authorization": f"Bearer {API_KEY}"}
+        reply = httpx.post(f"{gateway.base_url}/{path}", json={"model": "mock", **body}, headers=key)
+        assert reply.status_code == 400, reply.text
+        return str(reply.json()["error"]["message"]).removeprefix("Missing required field: ")
+
+    chat = "chat/completions"
+    message = {"role": "user", "content": "a"}
+    assert told(chat, mesages=[message]) == "messages; instead there is mesages"
+    assert told(chat, messages=[{"rol": "user", "content": "a"}]) == "messages[0].role; instead there is rol"
+    wrong = told(chat, messages=[message, {"role": "user", "contnt": "a"}])
+    assert wrong == "messages[1].content; instead there is contnt"
+    assert told(chat, input="a") == "messages; instead there is input, of /v1/responses"
+    assert told("responses", messages=[message]) == "input; instead there is messages, of /v1/chat/completions"
+    assert told("completions", promt="a") == "prompt; instead there is promt"
+    assert told("messages", messages=[message]) == "max_tokens"
+    assert told(chat, top_k=1) == "messages"
+
+
+def test_another_apis_field_in_a_chat_is_told(gateway: Gateway) -> None:
+    """Most servers ignore it; where Sameway translates the API that has it, nothing is told."""
+    told = gateway.chat("hello", system="Be brief.", max_output_tokens=9).headers.get_list("x-sameway-warning")
+    assert told == [
+        "max_output_tokens is no field of a chat: send `max_completion_tokens`",
+        "system is no field of a chat: send a message of the role `system`",
+    ]
+    key = {"authorization": f"Bearer {API_KEY}"}
+    message = {"model": "mock", "system": "a", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}
+    response = {"model": "mock", "instructions": "a", "max_output_tokens": 9, "input": "a"}
+    for path, body in (("messages", {**message, "stop_sequences": ["z"]}), ("responses", response)):
+        reply = httpx.post(f"{gateway.base_url}/{path}", json=body, headers=key)
+        assert (reply.status_code, reply.headers.get("x-sameway-warning")) == (200, None)
+
+
 def test_what_a_server_may_know_is_no_typo(gateway: Gateway) -> None:
     """Fields of servers and names of the client's own are told nothing; many unknown ones are bounded."""
     own = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"temprature": {}}}}}
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     mine = {"metadata": {"modle": "x"}, "tools": [own], "tool_choice": choice}
-    reply = gateway.chat("hello", guided_regex="a", top_a=1, **mine)
+    reply = gateway.chat("hello", guided_regex="a", top_a=1, customer="c", reasoning_format="raw", **mine)
     assert (reply.status_code, reply.headers.get("x-sameway-warning")) == (200, None)
     many = {f"temperatur{number}": 1 for number in range(50)}
     assert 1 <= len(gateway.chat("hello", **many).headers.get_list("x-sameway-warning")) <= 4
@@ -270,7 +308,7 @@ def test_no_cache_of_names_keeps_a_long_one() -> None:
     tracemalloc.start()
     for number in range(20):
         long = {f"temperature{number}" + "e" * 100_000: 1}
-        assert (warnings(long, {"cache-control": ", ".join(long)}), list(texts_in(long))) == ([], list(long))
+        assert (warnings(long, {"cache-control": ", ".join(long)}, CHAT), list(texts_in(long))) == ([], list(long))
     assert tracemalloc.get_traced_memory()[0] < 500_000
     tracemalloc.stop()
 

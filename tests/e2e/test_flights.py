@@ -68,6 +68,7 @@ async def test_the_last_reader_cancels_upstream(gateway: Gateway, upstream: Upst
         request = {**body(is_stream), **({} if is_stream else {"model": "late"})}
         async with httpx.AsyncClient(base_url=gateway.base_url, headers=HEADERS) as client:
             reading = [asyncio.create_task(read(client, request)) for _ in range(3)]
+            await asyncio.to_thread(wait_for, lambda: upstream.seen().generations == 1)
             await asyncio.sleep(0.25)
             for task in reading:
                 task.cancel()
@@ -99,7 +100,7 @@ async def test_the_clients_deadline_is_kept(gateway: Gateway, upstream: Upstream
         reply = await client.post("/chat/completions", json={**body(is_stream=False), "model": "later"})
     assert reply.status_code == 504
     assert reply.json()["error"]["code"] == "deadline_exceeded"
-    wait_for(lambda: upstream.seen().dropped == 1, 5)
+    wait_for(lambda: upstream.seen().dropped == 1)
 
 
 async def test_who_asks_for_more_flies_alone(gateway: Gateway, upstream: Upstream) -> None:

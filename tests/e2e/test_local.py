@@ -386,7 +386,7 @@ def test_an_admin_sees_what_the_engine_does(local: Gateway) -> None:
     def engine() -> Any:
         return local.admin("GET", "/deployments")["deployments"][0]["engine"]
 
-    wait_for(lambda: engine()["answer_tokens_total"] >= 16 and engine()["cached_tokens_total"] >= 16, 10)
+    wait_for(lambda: engine()["answer_tokens_total"] >= 16 and engine()["cached_tokens_total"] >= 16)
     assert engine()["prompt_tokens_total"] > engine()["cached_tokens_total"]
     assert 0.0 <= engine()["kv_usage"] < engine()["kv_blocks_total"]
     assert 'sameway_engine_kv_used_ratio{deployment="local"}' in local.observe("/metrics").text
@@ -402,7 +402,7 @@ def test_a_client_that_leaves_frees_the_engine(local: Gateway) -> None:
     def running() -> Any:
         return local.admin("GET", "/deployments")["deployments"][0]["running"]
 
-    wait_for(lambda: running() == 0, 10)
+    wait_for(lambda: running() == 0)
 
 
 def test_the_engine_is_killed(local: Gateway) -> None:

@@ -28,7 +28,7 @@ def record_of(gateway: Gateway, reply: Any) -> dict[str, Any]:
     def found() -> list[dict[str, Any]]:
         return [r for r in gateway.records() if r["request_id"] == request_id]
 
-    wait_for(lambda: bool(found()), 5)
+    wait_for(lambda: bool(found()))
     assert len(found()) == 1
     return found()[0]
 
@@ -143,7 +143,7 @@ def test_recent_routes_explain_themselves(gateway: Gateway) -> None:
         routes = gateway.admin("GET", "/routes", params={"model": "flaky"})["routes"]
         return [route for route in routes if route["request_id"] == request_id]
 
-    wait_for(lambda: bool(found()), 5)
+    wait_for(lambda: bool(found()))
     route = found()[0]
     assert route["deployment"] == "backup"
     assert route["why"]

@@ -432,7 +432,7 @@ async def test_served_hits_are_remembered_together(redis: Redis) -> None:
     (leave,) = leaving
     assert one.waiting == 0
     leave()
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30):
         while not (await remembered(0) and await remembered(1)):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     one.recorded(*hits[2])

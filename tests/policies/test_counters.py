@@ -235,6 +235,15 @@ async def test_the_pace_of_a_budget(budgets: Budgets, clock: Clock) -> None:
     assert pace_of(state, clock.ms(), last_day=1) == pace
     (unknown,) = await budgets.spent([Budget(3, 7, WindowKind.TOTAL, 1000)])
     assert pace_of(unknown, clock.ms()).per_day is None
+    made_ms = clock.ms() - 2 * 86_400_000
+    rolling = Budget(4, 7, WindowKind.ROLLING, 1000, rolling_s=30 * 86_400, begun_ms=made_ms)
+    await spend(budgets, "b", Need(500), rolling)
+    (young,) = await budgets.spent([rolling])
+    assert [pace_of(young, made_ms + days * 86_400_000).per_day for days in (0, 2, 40)] == [
+        None,
+        250,
+        pytest.approx(50 / 3),
+    ]
 
 
 async def test_the_last_day_paces_a_longer_window(budgets: Budgets, clock: Clock) -> None:

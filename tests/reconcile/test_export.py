@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from datetime import date
+import re
+from datetime import date, timedelta
 from pathlib import Path
 
+import duckdb
 import pytest
 
 from gateway.reconcile.export import Export, ExportError, normal_model, read_export
 
+ROOT = Path(__file__).parents[2]
 DAY = date(2026, 11, 20)
 OPENAI_USAGE = """start_time,end_time,start_time_iso,end_time_iso,project_id,num_model_requests,user_id,api_key_id,model,batch,input_tokens,output_tokens,input_cached_tokens,input_audio_tokens,output_audio_tokens
 1795132800,1795219200,2026-11-20T00:00:00+00:00,2026-11-21T00:00:00+00:00,proj,3,,,gpt-4o-mini-2024-07-18,False,1000,200,400,0,0
@@ -51,6 +54,29 @@ def test_openais_exports(tmp_path: Path) -> None:
     cost = read(tmp_path, OPENAI_COST)
     assert {key: one.cost_microusd for key, one in cost.billed.items()} == {(DAY, "gpt-4o-mini"): 150}
     assert cost.has_cost
+
+
+def test_the_documents_query_makes_a_plain_csv_of_a_clouds_bill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meters of a model become its days; meters of others are left out."""
+    [query] = re.findall(r"```sql\n(.*?)```", (ROOT / "docs/reconcile.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("focus.csv").write_text(
+        "ChargePeriodStart,ChargePeriodEnd,BilledCost,ChargeDescription\n"
+        "2026-11-20T00:00:00Z,2026-11-21T00:00:00Z,0.25,gpt 4o 0806 Inp glbl Tokens\n"
+        "2026-11-20T00:00:00Z,2026-11-21T00:00:00Z,1.0,gpt 4o 0806 Outp glbl Tokens\n"
+        "2026-11-20T00:00:00Z,2026-11-21T00:00:00Z,0.5,gpt-4o-mini-0718-Inp-glbl Tokens\n"
+        "2026-11-21T00:00:00Z,2026-11-22T00:00:00Z,0.75,gpt 4o 0806 Inp glbl Tokens\n"
+        "2026-11-21T00:00:00Z,2026-11-22T00:00:00Z,7.0,D2s v3 virtual machine\n"
+    )
+    duckdb.sql(query)
+    billed = read_export(Path("plain.csv")).billed
+    assert {key: one.cost_microusd for key, one in billed.items()} == {
+        (DAY, "gpt-4o"): 1_250_000,
+        (DAY, "gpt-4o-mini"): 500_000,
+        (DAY + timedelta(1), "gpt-4o"): 750_000,
+    }
 
 
 def test_anthropics_exports(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ async def test_a_redis_that_may_evict_says_so(tmp_path: Path) -> None:
         fleet = build_fleet(settings, lambda: 0.0, others)
         monitor = monitor_of(settings, fleet, link)
         looking = asyncio.create_task(monitor.run(others))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while "set maxmemory-policy noeviction" not in monitor.parts()[0].detail:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         looking.cancel()

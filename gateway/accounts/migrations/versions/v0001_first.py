@@ -1,6 +1,6 @@
 """The first schema. Changes nothing: an empty database gets its tables from `schema`."""
 
-revision = "20261128b"
+revision = "20261128c"
 down_revision = None
 
 
