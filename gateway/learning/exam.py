@@ -64,8 +64,10 @@ class Exam:
         """The share of wrong answers that it calls right: by the exam and by how often it takes a yes
         back, times how many more hits on its word were found wrong than expected.
         """
-        weight = self.wrong_asked + self.ruled + _FALSE_YES_WEIGHT
-        share = (self.wrong_yes + self.erred + _FALSE_YES * _FALSE_YES_WEIGHT) / weight
+        weight = self.wrong_asked + _FALSE_YES_WEIGHT
+        share = (self.wrong_yes + _FALSE_YES * _FALSE_YES_WEIGHT) / weight
+        erred = max(self.erred, share * self.ruled)  # yes that stand may repeat errors: they make the share no smaller
+        share = (share * weight + erred) / (weight + self.ruled)
         return min(1.0, share * (self.wrong_hits + _EXPECTED) / (self.risked + _EXPECTED))
 
     def take(self, number: int | None, *, is_right: bool) -> None:
