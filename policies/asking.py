@@ -22,12 +22,13 @@ import msgspec
 from policies.prices import MicroUSD
 from policies.routing import PolicyKind, score
 
-FIRST_REQUESTS = 100
+FIRST_REQUESTS = 75
 """A namespace's account starts with what so many requests pay, and has no more at any time."""
+SAME_AGAIN = 0.5
+"""Of a verifier's errors about one pair, so many come again at a second question, however put."""
 _PAID = 0.75  # of the bound; the rest is for chance
 _AT_ONCE = 0.3  # of what an account has: one hit with a large risk would take the room of many others
 _CONFIRMED = 1.0  # bounds that a yes may risk without a second question
-_SAME_AGAIN = 0.5  # of wrong answers to two questions about one pair, however put
 _EDGES, _UNSEEN = (0.1, 0.25, 0.4, 0.6, 0.75, 0.88, 0.96), 6.0  # of the bins; the answers that p weighs
 _NAMESPACES_MAX = 20_000
 _FIRST_DAY_TIMES, _FIRST_QUESTIONS = 5.0, 50
@@ -93,7 +94,7 @@ def needs_a_second(risk: float, error_max: float) -> bool:
 
 def false_yes_again(false_yes: float) -> float:
     """The share of wrong answers that two questions, put in two ways, both call right."""
-    return false_yes * (_SAME_AGAIN + (1.0 - _SAME_AGAIN) * false_yes)
+    return false_yes * (SAME_AGAIN + (1.0 - SAME_AGAIN) * false_yes)
 
 
 class Calibration:

@@ -101,8 +101,6 @@ class Gate:
         place = verifier.choose(label, [labels[at] for at in left])
         said: list[bool | None] = [None] * len(candidates)
         chosen, risk, questions = None, 0.0, 1
-        for at in left if place is None else (left[place],):
-            self._exam.learn(candidates[at].p, ps[at], is_yes=place is not None)
         if place is None:
             for at in left:
                 said[at] = False
@@ -112,7 +110,8 @@ class Gate:
             risk = risk_of(ps[chosen], self._exam.false_yes)
             if needs_a_second(risk, self._error_max) or not self._has_room(query, risk):
                 questions = 2
-                said[chosen] = verifier.confirm(label, labels[chosen])
+                is_yes = said[chosen] = verifier.confirm(label, labels[chosen])
+                self._exam.confirm(ps[chosen], is_yes=is_yes)
                 risk = risk_of(ps[chosen], false_yes_again(self._exam.false_yes))
                 chosen = chosen if said[chosen] and self._has_room(query, risk) else None
         for at in left if place is None else left[: place + 1]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from cache.verdicts import QAPair
 from gateway.learning.verifier import NO_ANSWER, StoredAnswer, Verifier
+from policies.asking import SAME_AGAIN
 
 _QUESTIONS = 12
 _WRONG_MAX = 0.2
@@ -22,7 +23,7 @@ _AGAIN = 0.02  # the share of further questions with an exam's question beside t
 _KEPT, _NAMESPACES_MAX = 6, 1_000
 _SHORT = 3  # letters of a word that any two prompts may share
 _FALSE_YES, _FALSE_YES_WEIGHT = 0.03, 60  # the share of false yes before the first answer, and what it weighs
-_UNLIKELY, _EXPECTED = 0.1, 8.0  # a p; wrong hits as expected, beside those of the checks: a few say little
+_EXPECTED = 8.0  # wrong hits as expected, beside those of the checks: a few say little
 
 
 class Exam:
@@ -36,7 +37,7 @@ class Exam:
         self._is_running = False
         self.questions = self.rulings = self.wrong = 0
         self.wrong_asked = self.wrong_yes = 0  # of answers that are wrong
-        self.unlikely = self.unlikely_yes = 0.0  # the wrong ones to expect among unlikely answers, and the yes to them
+        self.ruled = self.erred = 0.0  # answers that a second question stands for, and the errors about them
         self.risked, self.wrong_hits = 0.0, 0  # of checked hits
 
     @property
@@ -60,14 +61,13 @@ class Exam:
 
     @property
     def false_yes(self) -> float:
-        """The share of wrong answers that it calls right: by the exam and by what it says of
-        unlikely ones, times how many more hits on its word were found wrong than expected.
+        """The share of wrong answers that it calls right: by the exam and by how often it takes a yes
+        back, times how many more hits on its word were found wrong than expected.
         """
         weight = self.wrong_asked + _FALSE_YES_WEIGHT
         share = (self.wrong_yes + _FALSE_YES * _FALSE_YES_WEIGHT) / weight
-        # the yes to unlikely answers are as right as p is: they make the share no smaller
-        unlikely_yes = max(self.unlikely_yes, share * self.unlikely)
-        share = (share * weight + unlikely_yes) / (weight + self.unlikely)
+        erred = max(self.erred, share * self.ruled)  # yes that stand may repeat errors: they make the share no smaller
+        share = (share * weight + erred) / (weight + self.ruled)
         return min(1.0, share * (self.wrong_hits + _EXPECTED) / (self.risked + _EXPECTED))
 
     def take(self, number: int | None, *, is_right: bool) -> None:
@@ -79,13 +79,13 @@ class Exam:
         self.wrong_asked += not is_right
         self.wrong_yes += is_yes and not is_right
 
-    def learn(self, said: float, p: float, *, is_yes: bool) -> None:
-        """Take in its word on an answer of which the rule says the probability `said`, and which is right
-        with the probability `p`: where `said` is small, most of its yes are wrong.
+    def confirm(self, p: float, *, is_yes: bool) -> None:
+        """Take in its word on a second question about an answer that it called right, and which was so
+        with the probability `p`. A yes comes of 1 / (p + (1 - p) f) answers, and a second question
+        takes back only the errors that do not repeat.
         """
-        if said < _UNLIKELY:
-            self.unlikely += 1.0 - p
-            self.unlikely_yes += is_yes - p
+        self.ruled += 1.0 / (p + (1.0 - p) * self.false_yes)
+        self.erred += 0.0 if is_yes else 1.0 / (1.0 - SAME_AGAIN)
 
     def check(self, risk: float, *, is_wrong: bool) -> None:
         """Take in what a check found of a hit on its word, which had this risk of being wrong."""

@@ -249,10 +249,6 @@ class Verifiers:
         """
         verifier, answers = self._of(question, asking), question.answers
         choice, right = await verifier.choose(question.prompt, [answer.stored for answer in answers]), None
-        for number in choice.shown if choice.number is not None else ():
-            if choice.number in (-1, number):
-                said = answers[number].candidate.p
-                question.askable.exam.learn(said, self._p_of(question, answers[number]), is_yes=number == choice.number)
         if choice.number is not None and choice.number >= 0:
             answer = answers[choice.number]
             choice, risk = await self._confirmed(question, verifier, choice, answer)
@@ -276,6 +272,8 @@ class Verifiers:
         risk = risk_of(p, false_yes)
         if needs_a_second(risk, semantic.error_max) or not self._has_room(fingerprint, semantic, risk):
             is_right = await verifier.confirm(question.prompt, answer.stored)
+            if is_right is not None:
+                question.askable.exam.confirm(p, is_yes=is_right)
             if not is_right:
                 return Choice(None if is_right is None else -1, "not confirmed", (choice.number,)), None
             risk = risk_of(p, false_yes_again(false_yes))

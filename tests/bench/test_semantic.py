@@ -157,7 +157,7 @@ def test_a_yes_without_room_for_its_risk_is_confirmed_and_no_pair_is_asked_about
     first = gate.ask(query, "label", [sure], ["label"])
     assert (first.chosen, first.rights, first.questions, first.seconds) == (0, (True,), 1, 0.4)
     assert 0.0 < first.risk < 0.001
-    gate.charge(query, 0.2)
+    gate.charge(query, 0.1)
     second = gate.ask(query, "label", [doubtful], ["label"])
     assert (second.chosen, second.questions, second.seconds) == (0, 2, 0.8)
     gate.charge(query, 0.45)
