@@ -215,16 +215,16 @@ class Files:
                 if not wanted or (self._database.is_sqlite and not mark):
                     wanted = await self._mark()
                     mark = await asyncio.to_thread(self._read_mark)
-                why = f"they are of {mark or 'no database'}, expected {wanted or 'no mark, as the database has none'}"
-                why *= not mark or mark != wanted
+                expected = wanted or "no mark, as the database has none"
+                why = "" if mark and mark == wanted else f"they are of {mark or 'no database'}, expected {expected}"
             except OSError as error:
                 why = f"{type(error).__name__}: {error}"
             self._looked_s = time.monotonic()
             if why and why != self.trouble:
                 consequence = "no uploads and no lines of batches on this host"
                 remedy = f"{MARKER} in it with {wanted}" if wanted else f"no {MARKER} in it, nor another gateway"
-                expected = f"one batches.files_url for all hosts; after a move or a restore, {remedy}"
-                _log.error("files_not_ours", reason=why, consequence=consequence, wanted=expected)
+                everywhere = f"one batches.files_url for all hosts; after a move or a restore, {remedy}"
+                _log.error("files_not_ours", reason=why, consequence=consequence, wanted=everywhere)
             self.trouble = why
         return not self.trouble
 
