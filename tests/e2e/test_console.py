@@ -152,7 +152,7 @@ def test_help_lists_what_a_noun_can_do(capsys: pytest.CaptureFixture[str], monke
         "sameway cache import FILE",
         "sameway cache warm FILE",
         "sameway cache purge [--dry-run] [--id]",
-        "sameway keys update KEY_ID [--name]",
+        "sameway keys update KEY_ID [--models]",
     ):
         assert line in shown
 

@@ -410,13 +410,12 @@ def test_half_a_character_is_named(gateway: Gateway, text: bytes, told: str) -> 
     assert told in reply.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("model", ["no-text", "out-of-range"])
-def test_what_cannot_be_read_is_the_upstreams_fault(gateway: Gateway, model: str) -> None:
-    """Bytes that are no text, and a stream that nobody can make a whole of although each chunk was good enough to pass on."""
-    reply = gateway.chat("tell me", model=model)
+def test_what_cannot_be_read_is_the_upstreams_fault(gateway: Gateway) -> None:
+    """Bytes that are no text are an error; a number beyond all floats, in a field that nobody reads, is none."""
+    reply = gateway.chat("tell me", model="no-text")
     assert (reply.status_code, assert_openai_shape(reply)["code"]) == (502, "upstream_broken")
-    if model != "no-text":
-        assert gateway.chat("tell me", model=model, stream=True).text.endswith("data: [DONE]\n\n")
+    assert gateway.chat("tell me", model="out-of-range").status_code == 200
+    assert gateway.chat("tell me", model="out-of-range", stream=True).text.endswith("data: [DONE]\n\n")
 
 
 def test_a_cut_stream_is_not_shown_as_finished(gateway: Gateway) -> None:

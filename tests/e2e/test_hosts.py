@@ -107,7 +107,8 @@ def test_what_one_host_was_told_the_other_answers(hosts: tuple[Gateway, Gateway]
     east, west = hosts
     first = east.chat("who answers this?", model="dear")
     again = west.chat("who answers this?", model="dear")
-    assert (first.headers["x-sameway-cache"], again.headers["x-sameway-cache"]) == ("miss", "exact")
+    kinds = first.headers["x-sameway-cache"], again.headers["x-sameway-cache"]
+    assert kinds in (("miss", "exact"), ("miss", "coalesced"))  # it may still be recorded
     assert again.content == first.content
     assert upstream.seen().generations == 1
 

@@ -68,8 +68,10 @@ def checker(upstream_process: Upstream, tmp_path_factory: pytest.TempPathFactory
 def serve_three(gateway: Gateway) -> None:
     """The first three hits of a namespace, which are not checked."""
     gateway.chat("Where does the river Thames end?")
-    kinds = [kind(gateway.chat("Where does the river Thames end" + end, cache=NO_STORE)) for end in (" ?", "", "??")]
-    assert kinds == ["semantic"] * 3
+    for end in (" ?", "", "??"):
+        wait_for(
+            lambda end=end: kind(gateway.chat("Where does the river Thames end" + end, cache=NO_STORE)) == "semantic"
+        )  # type: ignore[misc]
 
 
 def kind(reply: httpx.Response) -> str:

@@ -17,7 +17,7 @@ async def test_the_playground_shows_an_answer_and_why_it_came(gateway: Gateway, 
         await page.get_by_role("button", name="Log in").click()
         await page.get_by_role("link", name="Playground").click()
         await page.get_by_label("API key").fill(API_KEY)
-        await page.get_by_label("Model").select_option("mock")
+        await page.get_by_role("combobox", name="Model").select_option("mock")
         await page.get_by_label("Prompt").fill("What does a playground show?")
         facts = page.locator("#facts")
         for decided in ("miss", "exact"):

@@ -166,7 +166,7 @@ async def test_the_days_are_the_sum_of_rows_and_hits(world: World, accounts_of: 
         total.user: (total.requests, total.hits, total.saved_microusd) for total in await ledger.totals([Group.USER])
     }
     [by_key] = await ledger.totals([Group.KEY, Group.ALIAS], LedgerFilter(key_id=rows[0].key_id, deployment=""))
-    assert (by_user, by_key.hits) == ({"": (3, 1, 200), "=ann": (0, 1, 200)}, 2)
+    assert (by_user, by_key.hits) == ({"": (3, 1, 560), "=ann": (0, 1, 200)}, 2)
     [by_tag] = await ledger.totals([Group.TAG], LedgerFilter(tag="app"))
     assert (by_tag.tag, by_tag.hits, by_tag.saved_microusd, by_tag.cost_microusd) == ("=web", 1, 200, 0)
 

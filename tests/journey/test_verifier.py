@@ -303,7 +303,7 @@ async def test_a_verified_wording_is_kept_beside_its_entry(world: World) -> None
 
 async def test_a_yes_beyond_the_bound_is_confirmed(world: World) -> None:
     """Where the account has no room for the risk of one yes, a second question is put otherwise; a no to it is a no."""
-    await stored(world, p=0.2)
+    await stored(world, p=0.35)
     body = {"cache": {"error_max": 0.005}}
     says(world, "1", "DIFFERENT")
     reply = await world.ask(THIRD, **body)
