@@ -208,6 +208,7 @@ class Supervisor:
         self._versions = {path: _version_of(path) for path in self._watched}
         self._prices_used = self._versions[self._prices]
         self._last_told = ""
+        self._refusal = ""  # why the file was refused, until one is taken
         self._reloading = asyncio.Lock()
         self._tasks: set[asyncio.Task[object]] = set()
         self._children: list[Child] = []
@@ -340,9 +341,11 @@ class Supervisor:
                 lines = str(error).splitlines() or [type(error).__name__]
                 if is_file_read:  # else the operator alone is told
                     _log.error("reload_refused", why=why, reason="; ".join(lines))
-                    await self._tell_all("refused", reason="; ".join(lines))
+                    self._refusal = "; ".join(lines)
+                    await self._tell_all("refused", reason=self._refusal)
                 return {"error": "\n".join(lines)}
             if is_file_read and not is_dry_run:
+                self._refusal = ""
                 await self._tell_all("refused", reason="")
             if not is_dry_run and (changes or is_file_read):
                 _log.info("reloaded", why=why, changes=changes)
@@ -481,6 +484,8 @@ class Supervisor:
             _log.error("child_not_started", process=child.name, reason=error.strerror)
             return 1
         watching = asyncio.create_task(kill_if_silent(child, process))
+        if self._refusal and child.kind is ChildKind.GATEWAY:
+            self._begin(self._tell(child, "refused", reason=self._refusal))
         status = await process.wait()
         watching.cancel()
         return status

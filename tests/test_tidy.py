@@ -55,7 +55,7 @@ CODE_LINES_MAX = {
     "gateway": 4060, "gateway/access": 482, "gateway/accounts": 3345, "gateway/admin": 4655, "gateway/alerts": 384, "gateway/api": 4450,
     "gateway/backends": 3170, "gateway/batches": 1220, "gateway/deployments": 1930, "gateway/journey": 3824,
     "gateway/learning": 1550, "gateway/masking": 372, "gateway/reconcile": 610, "gateway/telemetry": 2240, "gateway/transport": 870,
-    "gateway/wire": 2350, "cache": 1120, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1350,
+    "gateway/wire": 2350, "cache": 1120, "cache/decision": 1060, "cache/encoder": 400, "cache/exact": 1360,
     "cache/semantic": 1710, "cache/verdicts": 570, "cache/worker": 600, "policies": 2460, "local_engine": 2200,
     "local_engine/apart": 310, "local_engine/checkpoints": 880, "local_engine/executors": 440,
     "local_engine/kernels": 1280, "local_engine/models": 370, "local_engine/process": 440,

@@ -436,6 +436,7 @@ class ExactCache:
             if put.refusal is None and self.purges.reach(entry, asked_at):  # now, as the purge may not have seen it
                 self._l1.drop(entry)
                 await self._store.purge(entry.partition, [entry.exact])
+                await self._store.log.announce(Purge(partition=entry.partition, id=entry.id))  # who read it meanwhile
                 return StoreResult(Refusal.PURGED, packed.size_bytes)
         return StoreResult(put.refusal, packed.size_bytes, len(put.evicted))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class Purges:
         self._monotonic = monotonic
         self._heartbeat_at: float | None = None
         self._latest: deque[tuple[float, Purge]] = deque(maxlen=_KEPT_MAX)  # each with its time
+        self._is_deaf = False  # it listened, and heard no heartbeat of its own since
 
     @property
     def is_on(self) -> bool:
@@ -50,10 +52,13 @@ class Purges:
         if self._monotonic() - self._heartbeat_at <= _HEARTBEAT_MISSED_S:
             return True
         self._turn_off()
+        self._is_deaf = True
         return False
 
     def reach(self, entry: Entry, asked_at: float) -> bool:
-        """Whether a purge since `asked_at`, in seconds of the clock, was of `entry`, too."""
+        """Whether a purge since `asked_at`, in seconds of the clock, was of `entry`, too, or may have been."""
+        if not self.is_on and self._is_deaf:
+            return asked_at < math.inf
         purges = [purge for at, purge in self._latest if at >= asked_at]
         about, now = entry.about() if purges else None, self._clock()
         return any(about and purge.matches(entry.partition, entry.exact, about, now) for purge in purges)
@@ -82,7 +87,9 @@ class Purges:
             except REDIS_FAILURES:
                 pass  # the L1 is off meanwhile, and lookups say what Redis says
             finally:
+                was_on = self._heartbeat_at is not None
                 self._turn_off()
+            self._is_deaf |= was_on
             await asyncio.sleep(_RESUBSCRIBE_S)
 
     async def _listen(self, subscription: Subscription) -> None:
@@ -108,6 +115,9 @@ class Purges:
                     await self._log.sign(announced.receipt)
         elif announced.receipt == name:
             self._heartbeat_at = self._monotonic()
+            if self._is_deaf:  # what it missed may have been any purge
+                self._is_deaf = False
+                self._latest.append((self._clock(), Purge()))
 
     async def _beat(self, name: bytes) -> None:
         while True:

@@ -78,14 +78,15 @@ def _meant(name: str, names: frozenset[str]) -> str:
     """The one of `names` that is near `name`, else empty; a name that is no word is near none."""
     if not name.isascii() or not name.replace("-", "_").isidentifier():
         return ""
-    plain, known = _plain(name), {_plain(one): one for one in names}
-    close = get_close_matches(plain, known, cutoff=0.8)
-    near = [one for one in close if not _shorter(plain).isdisjoint(_shorter(one))]  # `customer` is not `custom`
+    plain, known = _plain(name), {_plain(real): real for real in names}
+    twins = [other for other in known if sorted(other) == sorted(plain)]  # a turned pair: `cahce`
+    close, shorter = get_close_matches(plain, known, cutoff=0.8), _shorter(plain)
+    near = twins or [other for other in close if shorter & _shorter(other)]  # `customer` is not `custom`
     return known[near[0]] if near else ""
 
 
 def _shorter(name: str) -> set[str]:
-    """`name`, and without one of its letters: names that share one are a letter or a turned pair apart."""
+    """`name`, and without one of its letters: names that share one are a letter apart."""
     return {name, *(name[:at] + name[at + 1 :] for at in range(len(name)))}
 
 

@@ -169,7 +169,8 @@ class RecordedAnswers:
         works = [self._store(generation)]
         if looked.semantic.entry is not None and looked.words_key is not None and is_kept:
             # before the claim is released
-            works.insert(0, self._semantic.point(looked.fingerprint, looked.words_key, looked.semantic))
+            asked_at = generation.turn.arrival.at_s
+            works.insert(0, self._semantic.point(looked.fingerprint, looked.words_key, looked.semantic, asked_at))
         return works
 
     async def _store(self, generation: Generation) -> None:

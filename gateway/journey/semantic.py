@@ -238,9 +238,9 @@ class SemanticLookup:
         """The request's own text; empty unless prompts may be logged."""
         return (fingerprint.text or "") if self._settings.log_prompts else ""
 
-    async def point(self, fingerprint: Fingerprint, key: bytes, result: SemanticResult) -> None:
+    async def point(self, fingerprint: Fingerprint, key: bytes, result: SemanticResult, asked_at: float) -> None:
         """Point this prompt's words to the entry that the cache worker chose; that ends the claim. What a
-        verifier was asked about becomes a wording of the entry.
+        verifier was asked about becomes a wording of the entry, unless a purge since `asked_at` was of it.
         """
         entry, text = result.entry, fingerprint.text
         if entry is None or result.trial is None or result.similarity is None:
@@ -250,7 +250,8 @@ class SemanticLookup:
             verified = Verified(result.similarity, trial, result.error_max, self.clock(), result.verified_by)
             await self._exact.point(fingerprint, entry, key, verified)
             if result.asking is not None and text is not None:
-                await self._exact.store(entry.worded(fingerprint.exact, text, fingerprint.context))
+                wording = entry.worded(fingerprint.exact, text, fingerprint.context)
+                await self._exact.store(wording, asked_at=asked_at)
 
     def begin_draft(self, fingerprint: Fingerprint, result: SemanticResult) -> Eager[Lookup] | None:
         """Begin to read the answer to the nearest cached prompt, as a local engine's draft.

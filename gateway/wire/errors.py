@@ -135,8 +135,8 @@ class MissingField(BadRequest):
     code = "missing_required_parameter"
 
     def __init__(self, param: str, given: Iterable[str] = ()) -> None:
-        names = [name for name in islice(given, _NAMES_MAX) if len(name) <= _NAME_CHARS_MAX]
         last = param.rpartition(".")[2]
+        names = [name for name in islice(given, _NAMES_MAX) if len(name) <= _NAME_CHARS_MAX and name != last]
         near = get_close_matches(last, names, n=1, cutoff=0.7)
         near += [f"{name}, of {of}" for name, of in _MAIN_FIELDS.items() if name in names and last in _MAIN_FIELDS]
         hint = f"; instead there is {shown(near[0])}" if near else ""

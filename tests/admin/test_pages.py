@@ -361,7 +361,7 @@ async def test_a_request_says_where_its_time_and_money_went(world: World, browse
     for words in (
         "semantic lookup",
         "55 ms",
-        "The verifier small said: no.",
+        "The verifier small: no.",
         "of which 1,000 make",
         "of which 500 make",
         "user &lt;b&gt;ann",

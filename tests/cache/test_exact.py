@@ -459,8 +459,11 @@ async def test_the_l1_goes_off_when_redis_does_and_comes_back() -> None:
             assert exact.lookup_local(fp) is not None
             ticks.now += 6
             assert exact.lookup_local(fp) is None
+            assert exact.purges.reach(entry_for(fp, Clock().now), Clock().now)  # it may have missed a purge of it
             server.resume()
             await until(lambda: exact.is_l1_on)
+            assert exact.purges.reach(entry_for(fp, Clock().now), Clock().now)
+            assert not exact.purges.reach(entry_for(fp, Clock().now), Clock().now + 1)
         await client.aclose()
 
 

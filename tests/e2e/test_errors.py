@@ -274,6 +274,7 @@ def test_a_misspelt_required_field_is_told(gateway: Gateway) -> None:
     assert told("completions", promt="a") == "prompt; instead there is promt"
     assert told("messages", messages=[message]) == "max_tokens"
     assert told(chat, top_k=1) == "messages"
+    assert told("responses", input=None) == "input"
 
 
 def test_another_apis_field_in_a_chat_is_told(gateway: Gateway) -> None:
@@ -301,6 +302,16 @@ def test_what_a_server_may_know_is_no_typo(gateway: Gateway) -> None:
     assert (reply.status_code, reply.headers.get("x-sameway-warning")) == (200, None)
     many = {f"temperatur{number}": 1 for number in range(50)}
     assert 1 <= len(gateway.chat("hello", **many).headers.get_list("x-sameway-warning")) <= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("modle", "model"), ("sotp", "stop"), ("txet", "text"), ("temprature", "temperature"), ("customer", "")],
+)
+def test_a_turned_pair_is_nearer_than_a_missing_letter(name: str, meant: str) -> None:
+    """`modle` is `model`, not `mode`; what is more than a letter away is its own name."""
+    said = [value.decode().rpartition(" ")[2] for _, value in warnings({name: 1}, {}, CHAT)]
+    assert said == [f"{meant}?"] * bool(meant)
 
 
 def test_no_cache_of_names_keeps_a_long_one() -> None:

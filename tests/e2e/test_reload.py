@@ -140,6 +140,11 @@ def test_a_wrong_file_changes_nothing_and_is_told(changing: Changing) -> None:
     assert "cheapest" in told.stderr
     assert changing.asks("mock") == 200
     assert problems()
+    for worker in changing.gateway.children("gateway worker"):
+        worker.kill()
+        worker.wait()
+    changing.gateway.wait_ready()
+    wait_for(lambda: changing.metric("sameway_config_refused ") == 1 and bool(problems()))  # the next one knows it, too
     assert "reload_refused" in changing.gateway.log.read_text()
     changing.write(changing.config())
     wait_for(lambda: changing.metric("sameway_config_refused ") == 0)

@@ -65,6 +65,7 @@ def seen() -> dict[str, set[str]]:
             _talk(gateway, found)
             with Redis.from_url(redis.url) as client:
                 wait_for(lambda: bool(client.keys("*:groups")) and bool(client.exists("sameway:near")), 20)
+                wait_for(lambda: len(gateway.admin("GET", "/cache/certificate")["certificates"]) == 2, 30)
                 time.sleep(2.5)  # what a worker counts it hands over once a second
                 _administer(gateway, found)
                 _look_into(client, found)
