@@ -107,6 +107,9 @@ def _talk(gateway: Gateway, found: Seen) -> None:
         said(path, httpx.get(gateway.root + path, timeout=10))
     said("/readyz, with a key", gateway.observe("/readyz"))
     said("chat, miss", chat(_ASKED))
+    wait_for(
+        lambda: gateway.admin("GET", "/cache")["semantic"]["detail"].startswith("1 "), 30
+    )  # else a miss is `empty`
     said("chat, exact", chat(_ASKED))
     said("chat, exact stream", chat(_ASKED, stream=True, stream_options={"include_usage": True}))
     said("chat, miss stream", chat("stream", stream=True, stream_options={"include_usage": True}))
