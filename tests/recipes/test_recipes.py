@@ -68,10 +68,21 @@ def named(title: str) -> set[str]:
     return set(re.findall(r"`((?:\w+/)+(?:[\w-]+\.\w+)?|README\.md)`", steps(title)))
 
 
+def edited(case: Case) -> dict[str, str]:
+    """The text of each file of a case after its edits."""
+    texts: dict[str, str] = {}
+    for path, before, after in case.edits:
+        text = texts.get(path) or ((ROOT / path).read_text() if before else "")
+        assert before in text, f"{path} has no {before!r} any more: mend tests/recipes/cases.txt"
+        texts[path] = text.replace(before, after, 1) if before else f"{after}\n"
+    return texts
+
+
 def test_each_recipe_has_its_case_and_its_files() -> None:
-    """Each is run by `./run test long`, and changes or spares each file that it names; all are there."""
+    """Each is run by `./run test long`, and changes or spares each file that it names; all are there, with what it changes."""
     assert CASES.keys() == recipes().keys()
     for title, case in CASES.items():
+        assert edited(case).keys() == case.files
         folders = [one for one in named(title) if one.endswith("/")]
         assert [one for one in named(title) if not (ROOT / one).exists()] == [], title
         written = {
@@ -130,10 +141,8 @@ def test_the_files_of_a_recipe_are_enough(tree: Path, title: str) -> None:
     case = CASES[title]
     git(tree, "reset", "-q", "--hard")
     git(tree, "clean", "-qfd")
-    for path, before, after in case.edits:
-        text = (tree / path).read_text() if before else ""
-        assert before in text, f"{path} has no {before!r} any more: mend tests/recipes/cases.txt"
-        (tree / path).write_text(text.replace(before, after, 1) if before else f"{after}\n")
+    for path, text in edited(case).items():
+        (tree / path).write_text(text)
     assert changed(tree) == case.files
     call(tree, "ruff", "check", "-q", *(path for path in case.files if path.endswith(".py")))
     if "./run docs" in steps(title):
