@@ -102,6 +102,12 @@ class Gateway:
         body = {"model": model, "messages": [{"role": "user", "content": content}], **body}
         return httpx.post(f"{self.base_url}/chat/completions", json=body, headers=headers, timeout=60)
 
+    def chat_anew(self, content: str, **arguments: Any) -> httpx.Response:
+        """The first reply that joins no answer before: a repeat joins one that is still being recorded."""
+        while (reply := self.chat(content, **arguments)).headers.get("x-sameway-cache") == "coalesced":
+            pass
+        return reply
+
     def admin(self, method: str, path: str, **arguments: Any) -> Any:
         """The JSON of one admin call. Raises httpx.HTTPStatusError."""
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}
